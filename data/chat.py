@@ -1,0 +1,33 @@
+"""Conversations as token ids, through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], system_prompt: str = ""
+) -> list[int]:
+    """Ids of a conversation up to where the assistant's answer starts.
+
+    `system_prompt` is put first unless the conversation has a system turn of its own. A tokenizer without a chat
+    template (a base model) gets the turns as plain text, a blank line after each.
+    """
+    turns = list(messages)
+    if system_prompt and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system_prompt})
+    if tokenizer.chat_template is None:
+        text = "".join(f"{turn['content']}\n\n" for turn in turns)
+        return list(tokenizer(text).input_ids)
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    # the template writes its special tokens itself: adding them again would double the BOS
+    return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+
+
+def show_supervision(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], generated: Sequence[int]
+) -> str:
+    """One conversation as text, the supervised part between brackets: what a reader checks before a run."""
+    return f"{tokenizer.decode(list(prompt))}[[{tokenizer.decode(list(generated))}]]"

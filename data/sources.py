@@ -1,0 +1,301 @@
+"""Records of a source, wherever they lie: an installed package, a file, the Hub, Python itself, a
+generator.
+
+A record is a dict of columns. Packages are found through their metadata and never imported: their
+text is read where it is installed.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import json
+import platform
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from conf.schema import ConfigError, SourceConfig, SourceKind, require
+from conf.validate import require_package
+from data import stdlib
+
+Record = dict[str, Any]
+Numbered = tuple[
+    int, Record
+]  # a record and its number in the source, which stays its own whatever the order
+
+STDLIB = {"functions": stdlib.functions, "manual": stdlib.manual}
+SHUFFLE_BUFFER = 4096  # records of a stream that are shuffled at a time
+
+
+def read_records(key: str, source: SourceConfig, *, seed: int) -> Iterator[Numbered]:
+    """The records `start` to `stop`, numbered, in an order drawn from the seed.
+
+    `key` names the source in errors, for example `data.sources.boolq`. A stream (a Hub dataset, a
+    generator) is endless for practical purposes and read only as far as it is asked for. Raises
+    ConfigError when a source cannot be read or holds nothing.
+    """
+    if source.kind is SourceKind.hub:
+        return _numbered(_hub(key, source, seed), source)
+    if source.kind is SourceKind.reasoning:
+        return _numbered(_reasoning(key, source, seed), source)
+    records = _stdlib(key, source) if source.kind is SourceKind.stdlib else _from_file(key, source)
+    chosen = list(_numbered(records, source))
+    span = f"records {source.start} to {source.stop}" if source.start or source.stop >= 0 else "it"
+    require(
+        bool(chosen),
+        key,
+        source.path,
+        f"{span} holds no record",
+        "Name a file and a range with records in it",
+    )
+    random.Random(f"{seed}:{key}").shuffle(chosen)
+    return iter(chosen)
+
+
+def count_known(source: SourceConfig) -> bool:
+    """Whether the source ends by itself, so that what is left over can be counted."""
+    return source.kind not in (SourceKind.hub, SourceKind.reasoning)
+
+
+def held_out(key: str, source: SourceConfig) -> dict[str, set[Any]]:
+    """Column -> values by which `exclude` recognises the records that must not be used."""
+    values: dict[str, set[Any]] = {}
+    for path, column in source.exclude.items():
+        place = f"{key}.exclude"
+        for record in parse(place, locate(place, source, path), source.records):
+            if column not in record:
+                raise ConfigError(missing_column(place, column, record))
+            values.setdefault(column, set()).add(record[column])
+    return values
+
+
+def missing_column(key: str, column: str, record: Record) -> str:
+    """The sentence for a column that a record lacks."""
+    there = ", ".join(sorted(map(str, record))) or "none"
+    return f"{key}={column}: the records have no such column. Use one of those there are: {there}."
+
+
+def _numbered(records: Iterable[Record], source: SourceConfig) -> Iterator[Numbered]:
+    return itertools.islice(
+        enumerate(records), source.start, source.stop if source.stop >= 0 else None
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def _from_file(key: str, source: SourceConfig) -> Iterator[Record]:
+    return parse(f"{key}.path", locate(f"{key}.path", source, source.path), source.records)
+
+
+def locate(key: str, source: SourceConfig, path: str) -> Path:
+    """Where the file lies on this machine; raises ConfigError when there is none."""
+    if source.kind is SourceKind.package:
+        require_package(key.rpartition(".")[0], source.package)
+        for entry in importlib.metadata.files(source.package) or ():
+            if str(entry) == path:
+                found = Path(str(entry.locate()))
+                require(
+                    found.is_file(),
+                    key,
+                    path,
+                    f"package {source.package} has lost this file",
+                    "Install it again",
+                )
+                return found
+        require(
+            False,
+            key,
+            path,
+            f"package {source.package} ships no such file",
+            "See `pip show -f` for those it ships",
+        )
+    found = Path(path)
+    require(found.is_file(), key, repr(path), "there is no such file", "Give a readable file")
+    return found
+
+
+def parse(key: str, path: Path, where: str = "") -> Iterator[Record]:
+    """Records of a .jsonl, .json, .csv or .txt file, each also compressed as .gz; text has one
+    prompt per line.
+    """
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    with _open_text(path) as file:
+        try:
+            if suffix == ".jsonl":
+                yield from _parse_lines(key, path, file)
+            elif suffix == ".json":
+                yield from _walk(key, json.load(file), where)
+            elif suffix == ".csv":
+                yield from csv.DictReader(file)
+            elif suffix == ".txt":
+                yield from ({"prompt": line.strip()} for line in file if line.strip())
+            else:
+                require(
+                    False,
+                    key,
+                    path.name,
+                    "the format is unknown",
+                    "Use a .jsonl, .json, .csv or .txt file, or one of them as .gz",
+                )
+        except json.JSONDecodeError as broken:
+            raise ConfigError(
+                f"{key}={path.name}: line {broken.lineno} is no JSON ({broken.msg}). "
+                "Correct the line or give another file."
+            ) from None
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as broken:
+            raise ConfigError(
+                f"{key}={path.name}: it cannot be read as UTF-8 text ({broken}). Give another file."
+            ) from None
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _parse_lines(key: str, path: Path, lines: Iterable[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as broken:
+            raise ConfigError(
+                f"{key}={path.name}: line {number} is no JSON ({broken.msg}). "
+                "Correct the line or give another file."
+            ) from None
+        yield _as_record(key, path.name, record)
+
+
+def _walk(key: str, tree: Any, where: str) -> Iterator[Record]:
+    """Every node of the JSON tree that the dotted path `where` leads to; without a path, the items
+    of a list.
+    """
+    nodes = [tree] if where or isinstance(tree, dict) else list(tree)
+    for step in filter(None, where.split(".")):
+        if step == "*":
+            nodes = [
+                child
+                for node in nodes
+                for child in (node.values() if isinstance(node, dict) else node)
+            ]
+            continue
+        present = [node for node in nodes if isinstance(node, dict) and step in node]
+        if nodes and not present:
+            raise ConfigError(
+                missing_column(
+                    key.replace(".path", ".records"),
+                    step,
+                    nodes[0] if isinstance(nodes[0], dict) else {},
+                )
+            )
+        nodes = [node[step] for node in present]
+    for node in nodes:
+        yield _as_record(key, where or "its list", node)
+
+
+def _as_record(key: str, place: str, node: Any) -> Record:
+    """An object is a record; a text, or a list of texts or of messages that one person sent in a
+    row, is a `prompt`.
+    """
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, str):
+        return {"prompt": node}
+    if isinstance(node, list):
+        texts = [
+            part.get("text", part.get("content")) if isinstance(part, dict) else part
+            for part in node
+        ]
+        spoken = [text.strip() for text in texts if isinstance(text, str)]
+        if spoken and len(spoken) == len(texts):
+            return {"prompt": " ".join(spoken)}
+    raise ConfigError(
+        f"{key}={place}: a record is {type(node).__name__} {str(node)[:40]!r}, where an object "
+        "with columns or a text is needed. Say with `records` where the records are in the file."
+    )
+
+
+# ---------------------------------------------------------------- what is no file
+
+
+def _stdlib(key: str, source: SourceConfig) -> Iterator[Record]:
+    require(
+        source.path in STDLIB,
+        f"{key}.path",
+        repr(source.path),
+        "the standard library has functions and a manual",
+        f"Use one of {', '.join(STDLIB)}",
+    )
+    return STDLIB[source.path]()
+
+
+def _reasoning(key: str, source: SourceConfig, seed: int) -> Iterator[Record]:
+    """Problems of the named generators, taken in turn."""
+    require_package(key, source.package)
+    gym = importlib.import_module("reasoning_gym")
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    names = [name.strip() for name in source.path.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    require(
+        bool(names) and not unknown,
+        f"{key}.path",
+        repr(source.path),
+        f"reasoning-gym has no generator {unknown[0]}" if unknown else "no generator is named",
+        f"Use some of {', '.join(sorted(known))}",
+    )
+    generators = [gym.create_dataset(name, size=2**31 - 1, seed=seed) for name in names]
+    return (
+        {"problem": generator[i]["question"], "generator": name}
+        for i in itertools.count()
+        for name, generator in zip(names, generators, strict=True)
+    )
+
+
+def _hub(key: str, source: SourceConfig, seed: int) -> Iterator[Record]:
+    datasets = importlib.import_module("datasets")
+    # what datasets raises for a missing dataset, configuration or split, and without a network
+    errors = (OSError, ValueError, RuntimeError)
+    try:
+        stream = datasets.load_dataset(
+            source.path,
+            source.config or None,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
+        )
+        if source.start == 0 and source.stop < 0:
+            # a range means records of the file, so only a whole dataset is shuffled
+            stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        yield from stream
+    except errors as refused:
+        reason = (str(refused).splitlines() or [type(refused).__name__])[0]
+        raise ConfigError(
+            f"{key}.path={source.path!r}: the Hub dataset cannot be read ({reason}). Check its "
+            "name, `config` and `split`, the network, and that you are logged in if it asks for it."
+        ) from refused
+
+
+def digest(key: str, source: SourceConfig) -> str:
+    """What the content of a source depends on beyond its configuration: a version, or a digest of
+    the file.
+    """
+    if source.kind is SourceKind.stdlib:
+        return f"python {platform.python_version()}"
+    if source.kind is SourceKind.hub:
+        return f"revision {source.revision}"
+    if source.kind is SourceKind.file:
+        sha256 = hashlib.sha256()
+        for path in (source.path, *sorted(source.exclude)):
+            sha256.update(locate(f"{key}.path", source, path).read_bytes())
+        return f"sha256 {sha256.hexdigest()[:16]}"
+    require_package(key, source.package)
+    return f"{source.package} {importlib.metadata.version(source.package)}"

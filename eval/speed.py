@@ -1,0 +1,152 @@
+"""Time of decoding with and without a draft: step costs, paired runs, bootstrap intervals."""
+
+# G draft length (gamma)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from conf.contracts import Cost, Interval
+from models.decoding.drafters import ModelDrafter
+from models.decoding.engine import Engine, measure_seconds, synchronise
+from models.decoding.sampling import Sampling
+from models.decoding.speculative import Counts, Decoder, Round
+
+CONTEXT = 128  # tokens in the cache while a step is timed
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One decoded prompt: its output, counts, and the wall time after which each number of tokens was there."""
+
+    tokens: list[int]
+    rounds: list[Round]
+    counts: Counts
+    seconds: list[float]  # after each round, from the start of the prefill
+
+    def seconds_to(self, num_tokens: int) -> float:
+        """Wall time until `num_tokens` tokens were committed; a share of the round in which the last one came."""
+        done, before = 0, 0.0
+        for step, after in zip(self.rounds, self.seconds, strict=True):
+            if done + len(step.tokens) >= num_tokens:
+                # the first round's time contains the prefill, which is not shared out
+                share = (num_tokens - done) / len(step.tokens) if done else 1.0
+                return before + share * (after - before)
+            done, before = done + len(step.tokens), after
+        raise ValueError(f"only {done} tokens were decoded, not {num_tokens}")
+
+
+def timed(
+    decoder: Decoder, prompt: Sequence[int], *, gamma: int, max_new_tokens: int, sampling: Sampling, seed: int
+) -> Decoded:
+    """Decode one prompt, the device synchronised after every round, prefill included."""
+    rng = torch.Generator().manual_seed(seed)
+    counts = Counts()
+    tokens: list[int] = []
+    rounds: list[Round] = []
+    seconds: list[float] = []
+    device = decoder.target.device
+    synchronise(device)
+    start = time.perf_counter()
+    for step in decoder.stream(
+        prompt, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling, rng=rng, counts=counts
+    ):
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+        rounds.append(step)
+        tokens += step.tokens
+    return Decoded(tokens, rounds, counts, seconds)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same prompt decoded autoregressively and speculatively."""
+
+    autoregressive: Decoded
+    speculative: Decoded
+
+    def seconds(self) -> tuple[float, float, int]:
+        """Wall times to the same number of tokens, that of the shorter output, and that number.
+
+        Greedy outputs are as long as each other but for near ties; sampled ones are different draws of one law and
+        may end at different places.
+        """
+        num_tokens = min(len(self.autoregressive.tokens), len(self.speculative.tokens))
+        return self.autoregressive.seconds_to(num_tokens), self.speculative.seconds_to(num_tokens), num_tokens
+
+
+def speedup(pairs: Sequence[Pair], confidence: float) -> Interval:
+    """Total autoregressive over total speculative time; interval by resampling prompts (seeded)."""
+    times = torch.tensor([pair.seconds()[:2] for pair in pairs], dtype=torch.float64)
+    pick = torch.randint(len(times), (RESAMPLES, len(times)), generator=torch.Generator().manual_seed(0))
+    sums = times[pick].sum(1)
+    edges = torch.tensor([(1 - confidence) / 2, 0.5, (1 + confidence) / 2], dtype=torch.float64)
+    low, median, high = (sums[:, 0] / sums[:, 1]).quantile(edges).tolist()
+    return Interval(median=median, low=low, high=high)
+
+
+def predicted_speedup(acceptance_length: float, gamma: int, cost: Cost) -> float:
+    """tau / (gamma c + v(gamma + 1)) (Leviathan et al. 2211.17192, theorem 3.8, with v measured instead of 1)."""
+    return acceptance_length / (gamma * cost.c + cost.v[str(gamma + 1)])
+
+
+def measure_cost(target: Engine, drafter: ModelDrafter, gammas: Sequence[int], sampling: Sampling, repeats: int = 15) -> Cost:
+    """Step times of target and draft, at a context of 128 tokens, medians of interleaved repeats.
+
+    A draft step is everything a drafted token costs: forward, law and draw.
+    """
+    widths = sorted({1, *(gamma + 1 for gamma in gammas)})
+    context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
+    target.prefill(context[:-1])
+    drafter.start(context)
+    uniform = torch.full((1,), 0.5, device=target.device)
+    runs: dict[str, Callable[[], object]] = {f"v{width}": _target_step(target, width) for width in widths}
+    runs["draft"] = lambda: _draft_step(drafter, context, sampling, uniform)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name, run in runs.items():
+            seconds[name] += measure_seconds(run, device=target.device, warmup=0 if repeat else 3, repeats=1)
+    median = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
+    step = median["v1"]
+    return Cost(
+        draft_step_ms=1e3 * median["draft"],
+        target_step_ms=1e3 * step,
+        c=median["draft"] / step,
+        v={str(width): median[f"v{width}"] / step for width in widths},
+        compile_seconds=0.0,
+        target_bytes=read_bytes(target),
+        draft_bytes=read_bytes(drafter.engine),
+        memory_gb_per_s=memory_bandwidth(target.device),
+    )
+
+
+def _target_step(target: Engine, width: int) -> Callable[[], object]:
+    tokens = torch.full((1, width), 5, device=target.device)
+    positions = torch.arange(CONTEXT, CONTEXT + width, device=target.device).unsqueeze(0)
+    return lambda: target.forward(tokens, positions, longest=CONTEXT + width)
+
+
+def _draft_step(drafter: ModelDrafter, context: list[int], sampling: Sampling, uniform: torch.Tensor) -> object:
+    drafter.draft(context, 1, sampling, uniform)
+    return None
+
+
+def read_bytes(engine: Engine) -> int:
+    """Bytes of weights that one step reads: every parameter but the rows of an input embedding it does not look up."""
+    model = engine.model
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return total if tied else total - embedding.numel() * embedding.element_size()
+
+
+def memory_bandwidth(device: torch.device, mib: int = 256) -> float:
+    """Measured read rate in GB/s: the best of several sums over a buffer larger than the caches."""
+    buffer = torch.ones(mib * 2**18, device=device)
+    best = measure_seconds(lambda: buffer.sum(), device=device, warmup=1, repeats=5)[0]
+    return buffer.numel() * 4 / best / 1e9

@@ -1,0 +1,1 @@
+"""Targets and drafts: loading, comparing vocabularies, initialising, exporting."""

@@ -1,0 +1,27 @@
+"""What can be checked of target and draft before any weights are loaded."""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer
+
+from conf.schema import Config, ConfigError, DraftInit
+from conf.validate import validate_draft_layers
+from models.load import device_of, open_target
+from models.vocab import require_same_tokenizer
+
+
+def validate_models(config: Config) -> None:
+    """Raise ConfigError when the target is not there, or the draft is deeper than it or speaks another vocabulary."""
+    device_of(config.runtime)
+    target = open_target(config)
+    validate_draft_layers(config, target.config.num_hidden_layers)
+    if config.draft.init is not DraftInit.pretrained:
+        return
+    name = config.draft.pretrained
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as failed:
+        raise ConfigError(
+            f"draft.pretrained={name}: it cannot be loaded ({str(failed).splitlines()[0]}). Give a Hub id or a folder."
+        ) from None
+    require_same_tokenizer(tokenizer, target.tokenizer, name, config.target.path)

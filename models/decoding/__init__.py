@@ -1,0 +1,1 @@
+"""How tokens come out of models: one sampling law, one cache, two decoders."""

@@ -1,0 +1,110 @@
+"""A static key-value cache whose rows have their own lengths, in the form transformers models accept."""
+
+# B rows, K key-value heads, S capacity, T new positions, D head dimension
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+WINDOW_STEP = 64  # attention reads the cache up to the longest row, rounded up to this
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, shape BKSD. New entries are written at each row's own positions.
+
+    A row's past is what the attention mask admits, so taking tokens back needs no copy: later writes overwrite them.
+    """
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache, num_rows: int, num_heads: int, capacity: int, head_dim: int):
+        super().__init__()
+        shape = (num_rows, num_heads, capacity, head_dim)
+        self.keys = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        self.values = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        self.where = cache.where
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the storage is allocated in the constructor."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store new entries (BKTD) and return what attention may read."""
+        where = self.where
+        self.keys[where.rows_B1, :, where.positions_BT] = key_states.transpose(1, 2)
+        self.values[where.rows_B1, :, where.positions_BT] = value_states.transpose(1, 2)
+        if where.fresh:  # a prefill from position 0 attends to nothing but itself
+            return key_states, value_states
+        return self.keys[:, :, : where.window], self.values[:, :, : where.window]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what attention reads; the engine passes finished masks, so this is informative."""
+        return (query_length if self.where.fresh else self.where.window), 0
+
+    def get_seq_length(self) -> int:
+        """Always 0: positions are given explicitly."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Capacity of a row."""
+        return self.keys.shape[2]
+
+
+class Where:
+    """Rows and positions of the current call, and how much of the cache it reads."""
+
+    def __init__(self, num_rows: int, window: int, device: torch.device):
+        self.rows_B1 = torch.arange(num_rows, device=device).unsqueeze(1)
+        self.positions_BT = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        self.window = window
+        self.fresh = False
+
+
+class RaggedCache(Cache):
+    """Keys and values of all layers for `num_rows` rows of at most `capacity` tokens."""
+
+    def __init__(self, config: PretrainedConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device, self.capacity, self.num_rows = dtype, device, capacity, num_rows
+        self.compiled = False
+        self.where = Where(num_rows, capacity, device)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        super().__init__(
+            layers=[RaggedLayer(self, num_rows, heads, capacity, head_dim) for _ in range(config.num_hidden_layers)]
+        )
+        self.views = [LayerView(layer) for layer in self.layers]
+
+    def place(self, rows_B: Tensor | None, positions_BT: Tensor, longest: int, fresh: bool) -> None:
+        """Announce the next call: which rows and positions it writes, and how far it reads (`longest` tokens)."""
+        where = self.where
+        where.rows_B1 = self.all_rows if rows_B is None else rows_B.unsqueeze(1)
+        where.positions_BT = positions_BT
+        where.window = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
+        where.fresh = fresh
+
+    @property
+    def all_rows(self) -> Tensor:
+        return torch.arange(self.num_rows, device=self.device).unsqueeze(1)
+
+
+class LayerView(Cache):
+    """One layer of a cache under the interface of a whole cache.
+
+    Every layer gets its own view, so that the code compiled for one layer serves all: nothing in it depends on the
+    layer's number.
+    """
+
+    def __init__(self, layer: RaggedLayer):
+        super().__init__(layers=[layer])
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Store new entries of this layer, whatever number it is called by."""
+        return self.layer.update(key_states, value_states)

@@ -1,0 +1,197 @@
+"""Runs a transformers causal language model over a ragged static cache, with compiled layers where that pays.
+
+Only one decoder layer is compiled, not the model: its code does not depend on the layer's number or weights, so the
+result serves every layer of the target and of a draft made from it, and compiling takes seconds.
+"""
+
+# B rows, T new positions, V vocabulary, S readable cache, K key-value heads, G query heads per key-value head
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from models.decoding.cache import RaggedCache
+
+ATTENTION = "draftsmith_ragged"
+FEW_QUERIES = 16  # up to this many query positions a grouped product beats torch's fused attention on a CPU
+RECOMPILE_LIMIT = 64  # shapes of one layer's code: one row or many, one position or several, prefill or not
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, **rest: Any
+) -> tuple[Tensor, None]:
+    """Attention of few queries over many keys without repeating the key-value heads; torch's own otherwise.
+
+    q has K*G heads and k, v have K: the G query heads that share a key-value head become further query rows.
+    """
+    num_rows, num_heads, num_queries, head_dim = q.shape
+    if mask is None or q.device.type != "cpu" or num_queries > FEW_QUERIES or torch.is_grad_enabled():
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **rest)
+    num_groups = num_heads // k.shape[1]
+    q = q.reshape(num_rows, k.shape[1], num_groups * num_queries, head_dim)
+    scores = (q @ k.transpose(-1, -2)).float() * (head_dim**-0.5 if scaling is None else scaling)
+    mask_BKQS = mask if num_queries == 1 else mask.repeat(1, 1, num_groups, 1)
+    weights = scores.masked_fill(~mask_BKQS, torch.finfo(torch.float32).min).softmax(-1).to(v.dtype)
+    out = (weights @ v).reshape(num_rows, num_heads, num_queries, head_dim)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile can build CPU code here."""
+    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return torch.compile(function)
+
+
+class _Dispatch:
+    """Forward of one decoder layer: hands it its own view of a ragged cache, and its compiled code."""
+
+    def __init__(self, layer: nn.Module, index: int):
+        self.layer, self.index, self.plain = layer, index, type(layer).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for key in ("cache", "past_key_values"):
+            held = kwargs.get(key)
+            if isinstance(held, RaggedCache):
+                kwargs[key] = held.views[self.index]
+                run = _compiled(self.plain) if held.compiled else self.plain
+                return run(self.layer, *args, **kwargs)
+        return self.plain(self.layer, *args, **kwargs)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of any transformers model, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    """Route the model's layers through `_Dispatch`; calls with other caches keep working as before."""
+    if getattr(model.config, "_attn_implementation", None) != ATTENTION:
+        model.set_attn_implementation(ATTENTION)
+    for index, layer in enumerate(decoder_layers(model)):
+        if not isinstance(layer.__dict__.get("forward"), _Dispatch):
+            layer.forward = _Dispatch(layer, index)  # type: ignore[method-assign, assignment]
+
+
+class Engine:
+    """A model, a ragged cache of `num_rows` rows of `capacity` tokens, and the one call that advances them."""
+
+    def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):
+        _prepare(model)
+        self.model = model.eval()
+        self.device = model.device
+        self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
+        self.cache.compiled = compiled and (model.device.type != "cpu" or has_compiler())
+        self.capacity = capacity
+        self._slots_S = torch.arange(capacity, device=model.device)
+        names = inspect.signature(model.forward).parameters
+        self._cache_key = "cache" if "cache" in names else "past_key_values"
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        longest: int,
+        rows_B: Tensor | None = None,
+        fresh: bool = False,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits (BTV, in the model's dtype) after each of the given tokens.
+
+        Args:
+            tokens_BT: ids to feed, one line per row.
+            positions_BT: their positions; what the cache holds from there on is overwritten.
+            longest: tokens in the longest row after this call (a host integer, so that nothing waits for a device).
+            rows_B: rows of the cache that the lines belong to; all rows, in order, without it.
+            fresh: the lines start at position 0, so they attend to themselves alone.
+            last_only: only the logits of the last position, shape B1V.
+        """
+        if longest > self.capacity:
+            raise ValueError(f"{longest} tokens do not fit a cache of {self.capacity}: shorten the prompt or raise capacity.")
+        self.cache.place(rows_B, positions_BT, longest, fresh)
+        read = tokens_BT.shape[1] if fresh else self.cache.where.window
+        return self.model(
+            input_ids=tokens_BT,
+            position_ids=positions_BT,
+            attention_mask=self._mask(positions_BT, read),
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+            **{self._cache_key: self.cache},
+        ).logits
+
+    def prefill(self, tokens: list[int], row: int = 0) -> Tensor:
+        """Start one row afresh with a prompt; logits after its last token, shape V."""
+        tokens_1T = torch.tensor([tokens], device=self.device)
+        positions_1T = torch.arange(len(tokens), device=self.device).unsqueeze(0)
+        rows_B = torch.tensor([row], device=self.device)
+        logits = self.forward(tokens_1T, positions_1T, longest=len(tokens), rows_B=rows_B, fresh=True, last_only=True)
+        return logits[0, -1]
+
+    def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
+        """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the model mixes them."""
+        slots_S = self._slots_S[:read]
+        full = (slots_S <= positions_BT.unsqueeze(-1)).unsqueeze(1)
+        span = getattr(self.model.config, "sliding_window", None)
+        kinds = set(getattr(self.model.config, "layer_types", None) or [])
+        if not span or kinds == {"full_attention"}:
+            return full
+        sliding = full & (slots_S > positions_BT.unsqueeze(-1) - span).unsqueeze(1)
+        return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding
+
+
+def measure_seconds(run: Callable[[], object], *, device: torch.device, warmup: int = 2, repeats: int = 7) -> list[float]:
+    """Wall seconds of each repeat after warm-up, the device synchronised around every one, in rising order."""
+    seconds = []
+    for repeat in range(warmup + repeats):
+        synchronise(device)
+        start = time.perf_counter()
+        run()
+        synchronise(device)
+        if repeat >= warmup:
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device to finish what was submitted; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def narrow_head(model: PreTrainedModel, ids_H: Tensor) -> None:
+    """Keep only the head rows of `ids_H`: logits then have that many columns, in that order."""
+    head = model.get_output_embeddings()
+    small = nn.Linear(head.in_features, len(ids_H), bias=head.bias is not None, device=head.weight.device, dtype=head.weight.dtype)
+    with torch.no_grad():
+        small.weight.copy_(head.weight[ids_H])
+        if head.bias is not None:
+            small.bias.copy_(head.bias[ids_H])
+    model.set_output_embeddings(small.requires_grad_(False))
+
+
+def pad_to(tokens_BT: Tensor, width: int, value: int) -> Tensor:
+    """Tokens padded on the right to a fixed width."""
+    return F.pad(tokens_BT, (0, width - tokens_BT.shape[1]), value=value)

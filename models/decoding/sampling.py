@@ -1,0 +1,116 @@
+"""The one sampling law: every probability that draftsmith uses comes from `law`."""
+
+# B batch, T positions, V vocabulary, K recorded ids
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.schema import UserError
+
+
+class NonFiniteLogits(UserError, FloatingPointError):
+    """Logits that are no numbers. The message names the side and the position."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is the one-hot law of the most likely token."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature}: it must be a finite number of 0 (greedy) or more.")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            raise ValueError(
+                f"top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}: use top_k >= 0, 0 < top_p <= 1 and "
+                "0 <= min_p < 1."
+            )
+
+
+def law(logits_BTV: Tensor, sampling: Sampling, side: str = "model") -> Tensor:
+    """The probability law that tokens are drawn from, float32, same shape as the logits.
+
+    softmax(logits / temperature), then restricted to the `top_k` likeliest ids, to the smallest set whose mass
+    reaches `top_p`, and to ids of at least `min_p` times the largest probability, and renormalised. Temperature 0
+    gives the one-hot law of the first most likely id. Equal logits at a cut are all kept, so the law does not depend
+    on their order. Raises NonFiniteLogits when a logit is NaN, naming the `side` (target or draft) and the position.
+    """
+    logits = logits_BTV.float()
+    if sampling.temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        check_finite(logits.gather(-1, best), side)
+        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+    probabilities = torch.softmax(logits / sampling.temperature, -1)
+    check_finite(probabilities[..., :1], side)
+    if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        return probabilities
+    return _truncate(probabilities, sampling)
+
+
+def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
+    threshold = sampling.min_p * probabilities.amax(-1, keepdim=True)
+    if 0 < sampling.top_k < probabilities.shape[-1]:
+        threshold = threshold.maximum(probabilities.topk(sampling.top_k, -1).values[..., -1:])
+    if sampling.top_p < 1:
+        ordered = probabilities.sort(-1, descending=True).values
+        before = ordered.cumsum(-1) - ordered
+        kept = (before < sampling.top_p).sum(-1, keepdim=True)
+        threshold = threshold.maximum(ordered.gather(-1, kept - 1))
+    truncated = probabilities.where(probabilities >= threshold, 0.0)
+    return truncated / truncated.sum(-1, keepdim=True)
+
+
+def check_finite(values: Tensor, side: str) -> None:
+    """Raise NonFiniteLogits naming side and position when any value is NaN; one reduction, one sync."""
+    if bool(values.isnan().any()):
+        where = values.isnan().nonzero()[0].tolist()
+        raise NonFiniteLogits(
+            f"{side}: logits are NaN at row {where[0]}, position {where[1] if len(where) > 2 else 0}. "
+            "Check the weights, or load the model in float32."
+        )
+
+
+def draw(law_BTV: Tensor, uniform_BT: Tensor) -> Tensor:
+    """Token ids drawn by inverting the cumulative law: one uniform in [0, 1) per position, shape BT.
+
+    The law needs not be normalised: the uniform is scaled by its sum. An id of probability zero is never drawn.
+    """
+    cumulative = law_BTV.cumsum(-1)
+    goal = uniform_BT.unsqueeze(-1) * cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
+    # rounding can put the goal on the very last step of the sum; the last id with mass is then the answer
+    last = law_BTV.shape[-1] - 1 - (law_BTV.flip(-1) > 0).byte().argmax(-1)
+    return torch.minimum(index, last)
+
+
+def draw_mixed(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor, recorded: tuple[Tensor, Tensor]) -> Tensor:
+    """One token per row where every row has its own temperature: the same law as `law` + `draw`, several times faster.
+
+    `recorded` are the top-k (logits, ids) of each row, in falling order. The cumulative law is inverted over those
+    first and over the rest of the vocabulary only for rows whose uniform falls beyond them.
+    """
+    top_BK, ids_BK = recorded
+    greedy_B = temperature_B == 0
+    inverse_B1 = (1 / temperature_B.where(~greedy_B, 1.0)).unsqueeze(-1)
+    scaled_BV = logits_BV * inverse_B1
+    logsum_B = scaled_BV.logsumexp(-1)
+    cumulative_BK = (top_BK * inverse_B1 - logsum_B.unsqueeze(-1)).exp().cumsum(-1)
+    index_B = torch.searchsorted(cumulative_BK, uniform_B.unsqueeze(-1), right=True).squeeze(-1)
+    index_B = index_B.where(~greedy_B, 0)
+    tokens_B = ids_BK.gather(-1, index_B.clamp(max=ids_BK.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    beyond = (index_B >= ids_BK.shape[-1]).nonzero().squeeze(-1)
+    if len(beyond):
+        rest = (scaled_BV[beyond] - logsum_B[beyond].unsqueeze(-1)).exp().scatter(-1, ids_BK[beyond], 0.0)
+        mass = cumulative_BK[beyond, -1]
+        left = ((uniform_B[beyond] - mass) / (1 - mass)).clamp(0, 1)
+        tokens_B[beyond] = draw(rest, left)
+    return tokens_B

@@ -1,0 +1,57 @@
+"""Which drafted tokens are kept: pure functions on laws, tokens and uniforms."""
+
+# B batch, G drafted positions (gamma), V vocabulary
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.decoding.sampling import draw
+
+RESIDUAL_FLOOR = 1e-6  # below this the residual mass is rounding noise of float32 laws
+
+
+class Verdict(NamedTuple):
+    """`num_accepted` drafted tokens are kept, then `next_token` is emitted (a correction, or the bonus token)."""
+
+    num_accepted_B: Tensor
+    next_token_B: Tensor
+
+
+def chain(p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_B: Tensor) -> Verdict:
+    """Speculative sampling of a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+
+    Args:
+        p: target laws at the G drafted positions and the one after, shape B G+1 V.
+        q: laws the drafted tokens were really drawn from, shape B G V.
+        drafted_BG: the drafted ids.
+        uniform_BG: one independent uniform per drafted position.
+        uniform_B: one more, for the token emitted at the end.
+
+    Position i is accepted when u_i < p_i(x_i) / q_i(x_i). At the first rejection y ~ norm((p_i - q_i)+) is emitted,
+    and y ~ p_{G+1} when all are accepted. The emitted tokens follow the target's law exactly.
+    """
+    num_drafted = drafted_BG.shape[1]
+    at_draft = drafted_BG.unsqueeze(-1)
+    p_BG = p[:, :num_drafted].gather(-1, at_draft).squeeze(-1)
+    q_BG = q.gather(-1, at_draft).squeeze(-1)
+    accepted_BG = uniform_BG * q_BG < p_BG
+    num_accepted_B = accepted_BG.int().cumprod(-1).sum(-1)
+    rows = torch.arange(len(p), device=p.device)
+    p_BV = p[rows, num_accepted_B]
+    if num_drafted == 0:
+        return Verdict(num_accepted_B, draw(p_BV.unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1))
+    q_BV = q[rows, num_accepted_B.clamp(max=num_drafted - 1)]
+    rejected_B1 = (num_accepted_B < num_drafted).unsqueeze(-1)
+    return Verdict(num_accepted_B, draw(residual(p_BV, q_BV, rejected_B1).unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1))
+
+
+def residual(p_BV: Tensor, q_BV: Tensor, rejected_B1: Tensor) -> Tensor:
+    """(p - q)+ where a draft was rejected and p elsewhere, un-normalised."""
+    excess_BV = (p_BV - q_BV).clamp_(min=0)
+    # p == q leaves no residual, and then nothing can have been rejected but by rounding
+    usable_B1 = rejected_B1 & (excess_BV.sum(-1, keepdim=True) > RESIDUAL_FLOOR)
+    return excess_BV.where(usable_B1, p_BV)

@@ -1,0 +1,175 @@
+"""Drafts: made from a few of the target's layers, or from a small model of the same tokenizer.
+
+A draft in training is a transformers body, a square map W and a frozen head E: logits = E W x with x the normalised
+output of the body. On export W is folded into the head, so every engine sees a plain untied language model.
+"""
+
+# T packed positions, D hidden dimension of the draft, E of its head, V vocabulary, H hot ids
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from conf.schema import ConfigError, DraftConfig, LayerRule
+from data.batches import Batch
+from data.shards import Row
+from models.decoding.engine import decoder_layers
+
+HOT_VOCAB = "hot_vocab.json"
+
+
+class DraftModel(nn.Module):
+    """A draft being trained. Calling it gives what the frozen head reads, shape 1TE."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        head = model.get_output_embeddings()
+        self.config = model.config
+        self.head = head.weight.detach().clone()  # V E, neither trained nor part of the state
+        self.body = model.base_model
+        self.map = nn.Linear(head.in_features, head.in_features, bias=False, device=head.weight.device)
+        nn.init.eye_(self.map.weight)
+        self.full = [model]  # in a list: a submodule would register the body twice
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Features of every packed position; attention stays inside each answer."""
+        out = self.body(
+            input_ids=batch.tokens_T.unsqueeze(0),
+            position_ids=batch.positions_T.unsqueeze(0),
+            attention_mask=batch.mask(),
+            use_cache=False,
+        )
+        return self.map(out.last_hidden_state)
+
+    def freeze_embeddings(self) -> None:
+        """Leave the input embeddings as they are."""
+        self.body.get_input_embeddings().weight.requires_grad_(False)
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, hot_ids: Tensor | None) -> None:
+        """Write a plain transformers folder: weights with the map folded into an untied head, tokenizer, settings."""
+        config = copy.deepcopy(self.config)
+        config.tie_word_embeddings = False
+        config.dtype = dtype
+        plain = AutoModelForCausalLM.from_config(config)
+        plain.base_model.load_state_dict(self.body.state_dict())
+        with torch.no_grad():
+            plain.get_output_embeddings().weight.copy_(self.head.float() @ self.map.weight.float())
+        plain.generation_config = copy.deepcopy(self.full[0].generation_config)
+        plain.to(dtype).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if hot_ids is not None:
+            content = {"ids": hot_ids.tolist(), "vocab_size": config.vocab_size}
+            (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_hot_ids(folder: Path) -> Tensor | None:
+    """Ids that the draft of an exported folder proposes; None: all."""
+    path = folder / HOT_VOCAB
+    return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["ids"]) if path.is_file() else None
+
+
+def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:
+    """Layers of the target that become the draft, in order."""
+    if config.layers:
+        return sorted(config.layers)
+    count = config.num_layers
+    if config.layer_rule is LayerRule.first or count == 1:
+        return list(range(count))
+    if config.layer_rule is LayerRule.even:
+        return sorted({round(i * (num_target_layers - 1) / (count - 1)) for i in range(count)})
+    head = -(-count // 2)
+    return [*range(head), *range(num_target_layers - (count - head), num_target_layers)]
+
+
+def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of the target's family with only the given layers, weights copied, float32."""
+    config: PretrainedConfig = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    config.dtype = torch.float32
+    draft = AutoModelForCausalLM.from_config(config).float()
+    theirs, ours = decoder_layers(target), decoder_layers(draft)
+    inside = {id(module) for layer in ours for module in layer.modules()}
+    sources = dict(target.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, module in draft.named_modules():
+            if id(module) in inside:
+                continue
+            for key, parameter in module.named_parameters(recurse=False):
+                parameter.copy_(sources[f"{name}.{key}" if name else key])
+        for layer, index in zip(ours, layers, strict=True):
+            layer.load_state_dict(theirs[index].state_dict())
+    return draft
+
+
+def final_norm(body: nn.Module) -> nn.Module:
+    """The normalisation after the last layer: the body's last own module that holds only vectors."""
+    norms = [
+        module
+        for module in body.children()
+        if not isinstance(module, nn.ModuleList | nn.Embedding)
+        and [parameter.ndim for parameter in module.parameters()] in ([1], [1, 1])
+    ]
+    if not norms:
+        raise ConfigError(f"{type(body).__name__}: no final normalisation found, so it cannot be warm started. "
+                         "Set draft.warm_start=false.")
+    return norms[-1]
+
+
+def neutralise(norm: nn.Module) -> None:
+    """Give a normalisation no scale of its own: output of unit mean square, whether it multiplies by w or by 1 + w."""
+    probe = torch.randn(64, next(norm.parameters()).numel(), device=next(norm.parameters()).device)
+    with torch.no_grad():
+        for name, parameter in norm.named_parameters():
+            parameter.fill_(0.0 if "bias" in name else 1.0)
+        if norm(probe).pow(2).mean() > 2:
+            for name, parameter in norm.named_parameters():
+                parameter.fill_(0.0)
+
+
+@torch.no_grad()
+def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge: float) -> int:
+    """Set the map to the ridge regression from the body's output to what the target's head read.
+
+    W = argmin sum |W x - y|^2 + lambda |W|^2 over the given positions, x the draft's normalised output, y the
+    target's; lambda = ridge * mean diagonal of X'X. Sums in float64. Returns the positions used. Needs a draft whose
+    head is the target's.
+    """
+    neutralise(final_norm(draft.body))
+    nn.init.eye_(draft.map.weight)
+    size = draft.map.in_features
+    xx = torch.zeros(size, size, dtype=torch.float64)
+    xy = torch.zeros(size, draft.head.shape[1], dtype=torch.float64)
+    count = 0
+    for batch, hidden_NE in batches:
+        x = draft(batch)[0, batch.supervised_N].float()
+        xx += (x.T @ x).double().cpu()
+        xy += (x.T @ hidden_NE.to(x)).double().cpu()
+        count += len(x)
+    if count == 0:
+        raise ConfigError(
+            "draft.warm_start=true: no hidden states were recorded. Set generate.warm_start_tokens above 0, or draft.warm_start=false."
+        )
+    penalty = ridge * xx.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    draft.map.weight.copy_(torch.linalg.solve(xx + penalty, xy).T)
+    return count
+
+
+def rank_vocabulary(rows: Iterable[Row], vocab_size: int) -> Tensor:
+    """Ids by how much of the target's probability they carried, largest first; unseen ids follow by number.
+
+    Byte-pair vocabularies are numbered by the order of their merges, so a lower number is the likelier unseen id.
+    """
+    mass = torch.zeros(vocab_size, dtype=torch.float64)
+    for row in rows:
+        mass.index_add_(0, row.top_ids.flatten(), row.top_log_p.exp().double().flatten())
+        mass.index_add_(0, row.generated, torch.ones(len(row.generated), dtype=torch.float64))
+    return mass.sort(descending=True, stable=True).indices

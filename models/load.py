@@ -1,0 +1,170 @@
+"""Targets and drafts from the Hub, local folders or GGUF files inside installed packages."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from conf.schema import Config, ConfigError, Device, RuntimeConfig, TargetConfig, require
+
+CONVERTED = "converted-from.json"  # written last: a cache folder without it is a conversion that was interrupted
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the target's plain transformers folder (or Hub id) is, its configuration and its tokenizer."""
+
+    source: str
+    revision: str | None
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: the tokenizer's EOS and what the model's generation settings add."""
+        ids: set[int] = set()
+        for found in (self.tokenizer.eos_token_id, self.config.eos_token_id):
+            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+        return frozenset(ids)
+
+
+def device_of(runtime: RuntimeConfig) -> torch.device:
+    """The device to run on. Raises ConfigError when CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    require(
+        runtime.device is not Device.cuda or available,
+        "runtime.device",
+        "cuda",
+        "torch sees no CUDA device here",
+        "Use runtime.device=auto or install a CUDA build of torch",
+    )
+    if runtime.device is Device.cpu or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def set_threads(runtime: RuntimeConfig) -> None:
+    """Limit torch's CPU threads where the configuration says so."""
+    if runtime.num_threads:
+        torch.set_num_threads(runtime.num_threads)
+
+
+def cache_folder() -> Path:
+    """Where converted targets are kept between runs: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE", Path.home() / ".cache" / "draftsmith"))
+
+
+def open_target(config: Config) -> Target:
+    """Find the target, converting a GGUF file once; reads its configuration and tokenizer, not its weights."""
+    target = config.target
+    source, revision = target.path, target.revision
+    if target.gguf:
+        source = str(_converted(_gguf_file(target)))
+    is_folder = Path(source).is_dir()
+    options: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
+    if not is_folder:
+        options["revision"] = revision
+    try:
+        model_config = AutoConfig.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as failed:
+        reason = str(failed).splitlines()[0]
+        raise ConfigError(
+            f"target.path={target.path}: it cannot be loaded ({reason}). Give a Hub id you have access to, or a folder "
+            "with config.json, weights and tokenizer."
+        ) from None
+    require(
+        tokenizer.eos_token_id is not None,
+        "target.path",
+        target.path,
+        "its tokenizer has no end-of-sequence token, so answers would never end",
+        "Set eos_token in its tokenizer_config.json",
+    )
+    return Target(source, None if is_folder else revision, model_config, tokenizer)
+
+
+def load_model(target: Target, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The target's weights."""
+    return load_folder(target.source, dtype=dtype, device=device, revision=target.revision, trust_remote_code=trust_remote_code)
+
+
+def load_folder(source: str | Path, *, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:
+    """A causal language model from a folder or Hub id, in evaluation mode."""
+    options = {key: value for key, value in options.items() if value is not None}
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
+    return model.to(device).eval()
+
+
+def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """What manifests and reports say of a target."""
+    return {
+        "name": config.path,
+        "package": config.package,
+        "revision": config.revision,
+        "architecture": type(model).__name__,
+        "vocab_size": target.config.vocab_size,
+        "num_layers": target.config.num_hidden_layers,
+        "hidden_size": target.config.hidden_size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        "dtype": str(config.dtype),
+    }
+
+
+def _gguf_file(target: TargetConfig) -> Path:
+    """The GGUF file, found in the package's metadata without importing it."""
+    if not target.package:
+        path = Path(target.path)
+        require(path.is_file(), "target.path", target.path, "there is no such GGUF file", "Give the file's path")
+        return path
+    for file in importlib.metadata.files(target.package) or []:
+        if file.name == Path(target.path).name:
+            return Path(str(file.locate()))
+    raise ConfigError(
+        f"target.path={target.path}: package {target.package} ships no such file. List its files with "
+        f"`pip show -f {target.package}`."
+    )
+
+
+def _converted(gguf: Path) -> Path:
+    """A plain folder made from a GGUF file, kept under its name and the digest of its head and size."""
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+    digest = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
+    folder = cache_folder() / "targets" / f"{gguf.stem}-{digest}"
+    if (folder / CONVERTED).is_file():
+        return folder
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / CONVERTED).write_text(json.dumps({"file": gguf.name, "bytes": gguf.stat().st_size}) + "\n")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""The app that runs the stages, and distillation itself."""

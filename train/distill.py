@@ -1,0 +1,167 @@
+"""Stage distill: a draft learns the recorded distributions. The target is in memory only to copy layers from it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from conf.contracts import Acceptance, BeforeAfter, Draft, Lessons
+from conf.run import Resume, Run, determined, fingerprint, process_rank, provenance, write_atomically
+from conf.schema import Config, DraftInit
+from conf.tracking import Tracker
+from conf.validate import validate_draft_layers
+from data.batches import Batch, collate
+from data.shards import Row, read_split
+from models.draft import DraftModel, choose_layers, from_layers, rank_vocabulary, warm_start
+from models.load import Target, device_of, load_folder, load_model, open_target, set_threads
+from models.vocab import require_same_tokenizer
+from train.checkpoint import BEST, load_state
+from train.head import Head
+from train.loop import NUM_COLD, Trainer, evaluate
+
+MODEL = "model"  # the trained draft, a plain transformers folder
+INITIAL = "initial"  # the same draft before its first step
+
+
+def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
+    """Train a draft on the recorded answers and export the checkpoint with the best validation acceptance.
+
+    Rerunning continues from the last checkpoint, bit for bit on a CPU; a finished draft of the same configuration is
+    kept as it is.
+    """
+    lessons = Lessons.read(run.lessons)
+    made_by = determined(config, "draft", "objective", "optim", lessons=lessons.fingerprint, dtype=str(config.runtime.train_dtype))
+    if run.resume(run.draft, Draft, made_by) is Resume.complete:
+        draft = Draft.read(run.draft)
+        tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
+        return draft
+    set_threads(config.runtime)
+    run.draft.mkdir(parents=True, exist_ok=True)
+    device = device_of(config.runtime)
+    target = open_target(config)
+    validate_draft_layers(config, target.config.num_hidden_layers)
+    train = sorted(read_split(run.lessons, lessons.splits["train"]), key=lambda row: row.index)
+    validation = sorted(read_split(run.lessons, lessons.splits["validation"]), key=lambda row: row.index)
+    model, layers = build(config, target, device)
+    hot_ids = None
+    if 0 < config.draft.hot_vocab < target.config.vocab_size:
+        hot_ids = rank_vocabulary(train, target.config.vocab_size)[: config.draft.hot_vocab].sort().values
+    dtype = getattr(torch, str(config.runtime.train_dtype))
+    head = Head(model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk)
+    if config.draft.init is DraftInit.layers and config.draft.warm_start:
+        count = warm_start(model, _with_hidden(train, device), config.draft.ridge)
+        tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
+    for row in train:
+        row.hidden = None
+    trainer = Trainer(config, model, head, train, validation)
+    before = evaluate(model, head, validation, dtype)
+    export_dtype = getattr(torch, str(config.target.dtype))
+    if process_rank() == 0:
+        model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
+    _announce(tracker, model, trainer, before)
+    if trainer.restore(run.draft):
+        tracker.message(f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}.")
+    progress = trainer.fit(run.draft, tracker)
+    best = load_state(run.draft / BEST)
+    assert best is not None
+    model.load_state_dict(best["model"], strict=False)
+    after = evaluate(model, head, validation, dtype)
+    draft = Draft(
+        fingerprint=fingerprint(made_by),
+        determined_by=made_by,
+        provenance=provenance(config.seed, str(device), progress.seconds),
+        parameters=sum(p.numel() for p in model.body.parameters()) + model.head.numel(),
+        num_layers=model.config.num_hidden_layers,
+        layers=layers,
+        num_bytes=0,
+        hot_vocab=0 if hot_ids is None else len(hot_ids),
+        expected_acceptance=BeforeAfter(before=before, after=after),
+        best_step=progress.best_step,
+        num_steps=progress.step,
+        num_tokens_seen=progress.num_tokens,
+        tokens_per_second=progress.num_tokens / max(progress.seconds, 1e-9),
+        seconds=round(progress.seconds, 1),
+    )
+    if process_rank() == 0:
+        model.export(run.draft / MODEL, target.tokenizer, export_dtype, hot_ids)
+        check_export(run.draft / MODEL, model, validation[0], device)
+        draft.num_bytes = sum(path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors"))
+        draft.write(run.draft)
+    _finish(tracker, run, draft, progress.curve)
+    return draft
+
+
+def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
+    """The draft before any training, and the target's layers in it."""
+    if config.draft.init is DraftInit.pretrained:
+        name = config.draft.pretrained
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        require_same_tokenizer(tokenizer, target.tokenizer, name, config.target.path)
+        model = DraftModel(load_folder(name, dtype=torch.float32, device=device))
+        layers: list[int] = []
+    else:
+        full = load_model(
+            target,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            trust_remote_code=config.target.trust_remote_code,
+        )
+        layers = choose_layers(config.draft, target.config.num_hidden_layers)
+        model = DraftModel(from_layers(full, layers).to(device))
+        del full
+        gc.collect()
+    if not config.draft.train_embeddings:
+        model.freeze_embeddings()
+    return model, layers
+
+
+def _with_hidden(rows: Sequence[Row], device: torch.device, per_batch: int = 8) -> Iterator[tuple[Batch, Tensor]]:
+    kept = [row for row in rows if row.hidden is not None]
+    for start in range(0, len(kept), per_batch):
+        part = kept[start : start + per_batch]
+        yield collate(part).to(device), torch.cat([row.hidden for row in part if row.hidden is not None]).to(device)
+
+
+@torch.no_grad()
+def check_export(folder: Path, model: DraftModel, row: Row, device: torch.device) -> None:
+    """Raise ValueError unless the exported folder, loaded as anybody would, computes what was trained."""
+    plain: PreTrainedModel = load_folder(folder, dtype=torch.float32, device=device)
+    batch = collate([row]).to(device)
+    ours = model(batch)[0] @ model.head.float().T
+    theirs = plain(input_ids=batch.tokens_T.unsqueeze(0)).logits[0]
+    overlap = torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum(-1).mean()
+    if not overlap > 0.95:
+        raise ValueError(
+            f"{folder}: the exported draft is not the trained one (their laws overlap by {float(overlap):.3f}). "
+            f"Architecture {type(plain).__name__} post-processes its logits in a way training does not know."
+        )
+
+
+def _announce(tracker: Tracker, model: DraftModel, trainer: Trainer, before: Acceptance) -> None:
+    trainable = sum(parameter.numel() for parameter in trainer.optimizers.parameters)
+    tracker.message(
+        f"distill: {model.config.num_hidden_layers} layers, {trainable / 1e6:.1f}M trainable parameters, "
+        f"{len(trainer.plan)} steps; expected acceptance before the first one {before.value:.4f}."
+    )
+
+
+def _finish(tracker: Tracker, run: Run, draft: Draft, curve: list[dict[str, float]]) -> None:
+    if process_rank() == 0:
+        write_atomically(run.draft / "curve.json", json.dumps(copy.deepcopy(curve)) + "\n")
+    tracker.summary(
+        {
+            "distill/expected_acceptance_before": draft.expected_acceptance.before.value,
+            "distill/expected_acceptance": draft.expected_acceptance.after.value,
+            "distill/best_step": draft.best_step,
+            "distill/tokens_per_second": draft.tokens_per_second,
+            "distill/seconds": draft.seconds,
+        }
+    )
+    tracker.artifact("draft", run.draft, uses=["lessons"], metadata={"fingerprint": draft.fingerprint})

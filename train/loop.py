@@ -1,0 +1,242 @@
+"""The training loop: packed batches, chunked loss, one global denominator over all processes, exact resume."""
+
+# N supervised positions, E features
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from conf.contracts import Acceptance
+from conf.schema import Config, UserError
+from conf.tracking import Tracker
+from data.batches import Batch, collate, num_positions, plan_batches
+from data.shards import Row
+from models.draft import DraftModel
+from train.checkpoint import BEST, STATE, load_state, save_state
+from train.head import Head, Sums
+from train.objectives import divergence
+from train.optim import Optimizers, rate_factor
+
+LOG_SECONDS = 10.0
+NUM_COLD = 1024
+EVAL_TOKENS = 4096
+
+
+class NonFiniteLoss(UserError, ArithmeticError):
+    """The loss or its gradient is not a number. The last good checkpoint is kept."""
+
+
+@dataclass
+class Progress:
+    """What is logged and what a resumed run starts from."""
+
+    step: int = 0
+    num_tokens: int = 0  # supervised, over all processes
+    seconds: float = 0.0
+    best_step: int = 0
+    best: float = -1.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@torch.no_grad()
+def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dtype) -> Acceptance:
+    """Expected acceptance on recorded answers (a lower bound, see Head.acceptance), with a 90% bootstrap interval.
+
+    The interval resamples answers, because positions of one answer are not independent.
+    """
+    model.eval()
+    totals: list[float] = []
+    counts: list[int] = []
+    pack: list[Row] = []
+    for index, row in enumerate(rows):
+        pack.append(row)
+        if sum(map(num_positions, pack)) < EVAL_TOKENS and index + 1 < len(rows):
+            continue
+        batch = collate(pack).to(head.weight_HE.device)
+        values = head.acceptance(_features(model, batch, dtype), batch).cpu()
+        for part in values.split([len(row.generated) for row in pack]):
+            totals.append(float(part.sum()))
+            counts.append(len(part))
+        pack = []
+    return pooled(totals, counts)
+
+
+def pooled(totals: Sequence[float], counts: Sequence[int], confidence: float = 0.9) -> Acceptance:
+    """sum(totals) / sum(counts) and its bootstrap interval over the entries (seeded, so it is reproducible)."""
+    total, count = torch.tensor(totals, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
+    pick = torch.randint(len(total), (1000, len(total)), generator=torch.Generator().manual_seed(0))
+    means = total[pick].sum(1) / count[pick].sum(1)
+    low, high = means.quantile(torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)).tolist()
+    return Acceptance(value=float(total.sum() / count.sum()), low=low, high=high, count=int(count.sum()))
+
+
+def _features(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """What the head reads at the supervised positions, NE."""
+    device_type = batch.tokens_T.device.type
+    with torch.autocast(device_type, dtype, enabled=dtype is not torch.float32):
+        return model(batch)[0, batch.supervised_N]
+
+
+class Trainer:
+    """Trains a draft on recorded answers; every process holds the whole draft."""
+
+    def __init__(self, config: Config, model: DraftModel, head: Head, train: Sequence[Row], validation: Sequence[Row]):
+        self.config, self.model, self.head = config, model, head
+        self.train_rows, self.validation_rows = train, validation
+        self.state = PartialState()
+        self.dtype = getattr(torch, str(config.runtime.train_dtype))
+        self.device = head.weight_HE.device
+        self.optimizers = Optimizers(model, config.optim)
+        self.progress = Progress()
+        settings = config.optim
+        plan = plan_batches(
+            [num_positions(row) for row in train],
+            tokens_per_batch=max(1, settings.tokens_per_step // self.state.num_processes),
+            seed=config.seed,
+            num_epochs=settings.num_epochs,
+            num_processes=self.state.num_processes,
+        )
+        self.plan = list(plan)
+        if settings.max_steps >= 0:
+            self.plan = self.plan[: settings.max_steps]
+
+    def restore(self, folder: Path) -> bool:
+        """Go on from a checkpoint; False when there is none."""
+        saved = load_state(folder / STATE)
+        if saved is None:
+            return False
+        self.model.load_state_dict(saved["model"], strict=False)  # frozen weights are rebuilt, not saved
+        self.optimizers.load_state_dict(saved["optimizers"])
+        self.progress = Progress(**saved["progress"])
+        return True
+
+    def fit(self, folder: Path, tracker: Tracker) -> Progress:
+        """Train to the end of the plan. Raises NonFiniteLoss naming the answers of the step."""
+        done = self.progress
+        settings = self.config.optim
+        if done.step == 0 and not done.curve:
+            self._validate(folder, tracker)
+        start = last = time.perf_counter()
+        before = done.seconds
+        since = Sums()
+        with tracker.progress("distill", len(self.plan), "steps") as bar:
+            bar.advance(done.step)
+            for step in range(done.step, len(self.plan)):
+                sums, norm = self._step(step)
+                since += sums
+                done.step, done.num_tokens = step + 1, done.num_tokens + sums.count
+                bar.advance()
+                now = time.perf_counter()
+                done.seconds = before + now - start
+                if now - last > LOG_SECONDS and since.count:
+                    self._log(tracker, since, norm, step, since.count / (now - last))
+                    since, last = Sums(), now
+                if done.step % settings.evaluate_every == 0 or done.step == len(self.plan):
+                    self._validate(folder, tracker)
+        return done
+
+    def _step(self, step: int) -> tuple[Sums, float]:
+        """One optimizer step; sums over all processes."""
+        rows = [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
+        count = self._sum_over_processes(torch.tensor([float(sum(len(row.generated) for row in rows))]))
+        scale = 1.0 / max(float(count), 1.0)
+        rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
+        self.model.train()
+        local = Sums()
+        if rows:
+            batch = collate(rows).to(self.device)
+            features = _features(self.model, batch, self.dtype)
+            objective = divergence(self.config.objective, step / len(self.plan))
+            local, gradient = self.head.backward(features.detach(), batch, objective, scale=scale, rng=rng)
+            features.backward(gradient)
+        totals = self._sum_over_processes(torch.tensor([local.loss, local.acceptance, float(local.count)]))
+        self._share_gradients()
+        factor = rate_factor(
+            step,
+            len(self.plan),
+            warmup_share=self.config.optim.warmup_share,
+            decay_share=self.config.optim.decay_share,
+        )
+        loss = float(totals[0])
+        if not math.isfinite(loss) or not all(torch.isfinite(p.grad).all() for p in self._with_gradient()):
+            raise NonFiniteLoss(
+                f"step {step}: the loss or its gradient is not finite, on answers {[row.index for row in rows]} of the "
+                f"training split. The checkpoint of step {self._last_saved} is kept; lower optim.lr or set "
+                "runtime.train_dtype=float32, and rerun."
+            )
+        norm = self.optimizers.step(factor)
+        return Sums(loss, float(totals[1]), int(totals[2])), norm
+
+    _last_saved = 0
+
+    def _with_gradient(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.optimizers.parameters if parameter.grad is not None]
+
+    def _sum_over_processes(self, values: Tensor) -> Tensor:
+        if self.state.num_processes == 1:
+            return values
+        values = values.to(self.device)
+        torch.distributed.all_reduce(values)
+        return values.cpu()
+
+    def _share_gradients(self) -> None:
+        """Sum gradients over processes: each has already been divided by the global number of tokens."""
+        if self.state.num_processes == 1:
+            return
+        for parameter in self.optimizers.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+
+    def _log(self, tracker: Tracker, sums: Sums, norm: float, step: int, rate: float) -> None:
+        factor = rate_factor(
+            step,
+            len(self.plan),
+            warmup_share=self.config.optim.warmup_share,
+            decay_share=self.config.optim.decay_share,
+        )
+        tracker.event(
+            "distill/train",
+            {
+                "loss": sums.loss / sums.count,
+                "expected_acceptance": sums.acceptance / sums.count,
+                "gradient_norm": norm,
+                "lr": self.config.optim.lr * factor,
+                "tokens": self.progress.num_tokens,
+                "tokens_per_second": rate,
+            },
+            step=step + 1,
+        )
+
+    def _validate(self, folder: Path, tracker: Tracker) -> None:
+        """Validate, remember the best weights, save everything."""
+        found = evaluate(self.model, self.head, self.validation_rows, self.dtype)
+        done = self.progress
+        done.curve.append({"step": done.step, "tokens": done.num_tokens, "expected_acceptance": found.value})
+        is_best = found.value > done.best
+        if is_best:
+            done.best, done.best_step = found.value, done.step
+        tracker.event(
+            "distill/validation",
+            {"expected_acceptance": found.value, "low": found.low, "high": found.high, "tokens": done.num_tokens},
+            step=done.step,
+        )
+        if self.state.is_main_process:
+            frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+            weights = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
+            if is_best:
+                save_state(folder / BEST, {"model": weights, "step": done.step})
+            save_state(folder / STATE, self._checkpoint(weights))
+        self._last_saved = done.step
+
+    def _checkpoint(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {"model": weights, "optimizers": self.optimizers.state_dict(), "progress": vars(self.progress)}

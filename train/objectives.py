@@ -1,0 +1,87 @@
+"""Divergences between the target's law p and the draft's law q, one value per position.
+
+All take log-probabilities over the same C outcomes (last dimension), in float32, and return nats of the leading
+shape. They serve dense laws (C = V) and recorded ones alike: `lump` turns the recorded top-k ids of a position and
+all the rest of the vocabulary into C = K + 1 outcomes. Merging outcomes can only lower a divergence (data processing
+inequality), so on lumped laws each value is a lower bound of the dense one, and 1 - TV an upper bound of acceptance.
+"""
+
+# N positions, K recorded ids, C outcomes
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from conf.schema import Divergence, ObjectiveConfig
+
+SMALLEST = 1e-7  # probability below which the rest of the vocabulary counts as this
+
+
+def lump(log_p_NK: Tensor) -> Tensor:
+    """Recorded log-probabilities and the log of the mass they leave over: NK -> NC, C = K + 1."""
+    rest_N1 = (1 - log_p_NK.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST)
+    return torch.cat([log_p_NK, rest_N1.log()], -1)
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) = sum p log(p / q). Gradient in a draft logit: q_j - p_j."""
+    return _sum_p_log(log_p, log_p - log_q)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) = sum q log(q / p). Gradient in a draft logit: q_j (log(q_j / p_j) - KL(q || p))."""
+    return _sum_p_log(log_q, log_q - log_p)
+
+
+def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, 2306.13649)."""
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    return beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)
+
+
+def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum min(p, q): the probability that a token drafted from q is accepted (2211.17192, section 3.2)."""
+    return torch.minimum(log_p, log_q).exp().sum(-1)
+
+
+def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Total variation, 1 - sum min(p, q)."""
+    return 1 - overlap(log_p, log_q)
+
+
+def lk_alpha(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-log sum min(p, q): the gradient of TV divided by the acceptance, so that it does not vanish where q is far off."""
+    return -overlap(log_p, log_q).clamp(min=SMALLEST).log()
+
+
+def lk_lambda(log_p: Tensor, log_q: Tensor, *, eta: float) -> Tensor:
+    """lam KL(p || q) + (1 - lam) TV, lam = exp(-eta * acceptance), no gradient through lam."""
+    total_variation = tv(log_p, log_q)
+    weight = torch.exp(-eta * (1 - total_variation.detach()))
+    return weight * forward_kl(log_p, log_q) + (1 - weight) * total_variation
+
+
+def _sum_p_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    # an id that the law excludes has log p = -inf and adds 0, not nan
+    return (log_p.exp() * log_ratio.where(log_p > -math.inf, 0.0)).sum(-1)
+
+
+def divergence(config: ObjectiveConfig, progress: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The divergence to minimise after a share `progress` (0 to 1) of the steps."""
+    name = config.divergence
+    if config.finish is not None and progress >= 1 - config.finish_share:
+        name = config.finish
+    if name is Divergence.jsd:
+        return lambda log_p, log_q: jsd(log_p, log_q, beta=config.beta)
+    if name is Divergence.lk_lambda:
+        return lambda log_p, log_q: lk_lambda(log_p, log_q, eta=config.eta)
+    return {
+        Divergence.forward_kl: forward_kl,
+        Divergence.reverse_kl: reverse_kl,
+        Divergence.tv: tv,
+        Divergence.lk_alpha: lk_alpha,
+    }[name]

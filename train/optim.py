@@ -1,0 +1,56 @@
+"""Optimizers and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from conf.schema import OptimConfig, Optimizer
+
+
+class Optimizers:
+    """Muon for matrices and AdamW for the rest, or AdamW for everything, under one schedule."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig):
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in named]
+        matrices, rest = [], []
+        for name, parameter in named:
+            is_matrix = config.name is Optimizer.muon and parameter.ndim == 2 and "embed" not in name
+            (matrices if is_matrix else rest).append(parameter)
+        self.members: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.members.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay))
+        if rest:
+            rate = config.adam_lr if config.name is Optimizer.muon else config.lr
+            self.members.append(torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=config.weight_decay))
+        self.base = [member.param_groups[0]["lr"] for member in self.members]
+        self.clip = config.grad_clip
+
+    def step(self, factor: float) -> float:
+        """Clip, update at `factor` times the base rates, clear gradients; returns the gradient norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        for member, base in zip(self.members, self.base, strict=True):
+            member.param_groups[0]["lr"] = base * factor
+            member.step()
+            member.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """States of all members."""
+        return [member.state_dict() for member in self.members]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore what `state_dict` gave."""
+        for member, state in zip(self.members, states, strict=True):
+            member.load_state_dict(state)
+
+
+def rate_factor(step: int, num_steps: int, *, warmup_share: float, decay_share: float) -> float:
+    """Share of the base rate at a step (counted from 0): linear warm-up, constant, linear decay to zero."""
+    warm = min(1.0, (step + 1) / max(1.0, warmup_share * num_steps))
+    cool = min(1.0, (num_steps - step) / max(1.0, decay_share * num_steps))
+    return warm * cool
