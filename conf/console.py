@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
@@ -18,6 +21,19 @@ PIPED_WIDTH = 120  # columns of a table in a log file, where there is no window 
 SECONDS_BETWEEN_LINES = 15.0  # of progress in a log file
 
 Value = float | int | str | None
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' chatter out of a command's own report; errors still show.
+
+    Call it before they are imported. What the environment says already stands.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="transformers|torch|accelerate")
 
 
 def text_of(value: Value) -> str:

@@ -1,7 +1,7 @@
 """The manifests stages exchange. Each is a JSON file `manifest.json` beside the data it describes.
 
-A stage reads the manifest of the stage before and writes its own last, atomically: a folder with a manifest is
-complete, a folder without one is partial and is continued.
+A stage reads the manifest of the stage before and writes its own last, atomically: a folder with a
+manifest is complete, a folder without one is partial and is continued.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from conf.schema import UserError
+from conf.schema import Stage, UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # raised when a manifest or a data file changes so that older ones cannot be read
@@ -39,38 +39,53 @@ class Provenance:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """`determined_by` is the part of the configuration that determines the artefact; `fingerprint` its digest."""
+    """`determined_by` is the part of the configuration that determines the artefact; `fingerprint`
+    its digest.
+    """
 
     fingerprint: str
     determined_by: dict[str, Any]
     provenance: Provenance
     format: int = FORMAT
 
+    stage: ClassVar[Stage]  # that writes it
+
     def write(self, folder: Path) -> None:
         """Write `manifest.json` in `folder`, atomically."""
         from conf.run import write_atomically
 
-        write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+        write_atomically(
+            folder / MANIFEST,
+            json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n",
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read `manifest.json` of `folder`; raises ContractError naming the file and what is wrong with it."""
+        """Read `manifest.json` of `folder`; raises ContractError naming the file and what is wrong
+        with it.
+        """
         path = folder / MANIFEST
         if not path.is_file():
-            raise ContractError(f"{path}: not there. Run the stage that writes it, or name= of a run that has it.")
+            raise ContractError(
+                f"{path}: not there. Run the stage that writes it (stage={cls.stage}), or choose a"
+                " run that has it with name=."
+            )
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             if tree.get("format") != FORMAT:
                 raise ContractError(
-                    f"{path}: format {tree.get('format')}, this version reads {FORMAT}. Use another name= to start afresh."
+                    f"{path}: format {tree.get('format')}, this version reads {FORMAT}. Use another"
+                    " name= to start afresh."
                 )
             return _build(cls, tree)
         except (json.JSONDecodeError, TypeError, KeyError) as broken:
-            raise ContractError(f"{path}: not a {cls.__name__} manifest ({broken}). Remove its folder and rerun.") from None
+            raise ContractError(
+                f"{path}: not a {cls.__name__} manifest ({broken}). Remove its folder and rerun."
+            ) from None
 
 
 def _build(cls: type, tree: Any) -> Any:
-    """Rebuild nested dataclasses from plain JSON by their type hints; unknown keys raise TypeError."""
+    """Rebuild nested dataclasses from JSON by their type hints; unknown keys raise TypeError."""
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls)
         return cls(**{key: _build(hints[key], value) for key, value in tree.items()})
@@ -99,10 +114,13 @@ class Prompt:
 
 @dataclass(kw_only=True)
 class Corpus(Manifest):
+    stage = Stage.prepare
     num_prompts: dict[str, dict[str, int]]  # split -> category -> prompts
     num_by_source: dict[str, int]
-    dropped: dict[str, int]  # reason -> prompts: empty, too_short, too_long, duplicate, contaminated, over_quota
-    overlap_with_suites: dict[str, int]  # suite -> prompts removed from the corpus because the suite holds them
+    # reason -> prompts: empty, too_short, too_long, duplicate, contaminated, over_quota
+    dropped: dict[str, int]
+    # suite -> prompts removed from the corpus because the suite holds them
+    overlap_with_suites: dict[str, int]
     num_masked: int  # prompts in which personal details were masked
     suites: dict[str, int]  # suite -> prompts in it
 
@@ -137,6 +155,7 @@ class SplitLessons:
 
 @dataclass(kw_only=True)
 class Lessons(Manifest):
+    stage = Stage.generate
     target: dict[str, Any]  # name, vocab_size, num_layers, hidden_size, parameters, dtype
     splits: dict[str, SplitLessons]  # train, validation
     num_skipped_prompts: int  # longer than generate.max_prompt_tokens
@@ -152,7 +171,9 @@ class Lessons(Manifest):
 
 @dataclass(kw_only=True)
 class Acceptance:
-    """A mean with its sums: `expected_acceptance = total / count`, and a bootstrap interval over answers."""
+    """A mean with its sums: `expected_acceptance = total / count`, and a bootstrap interval over
+    answers.
+    """
 
     value: float
     low: float
@@ -168,14 +189,19 @@ class BeforeAfter:
 
 @dataclass(kw_only=True)
 class Draft(Manifest):
-    """`draft/model` is a plain transformers folder; `draft/initial` the same draft before its first step."""
+    """`draft/model` is a plain transformers folder; `draft/initial` the same draft before its first
+    step.
+    """
+
+    stage = Stage.distill
 
     parameters: int
     num_layers: int
     layers: list[int]  # of the target, in order; empty for a pretrained draft
     num_bytes: int
     hot_vocab: int  # ids the draft proposes; 0: all
-    expected_acceptance: BeforeAfter  # on recorded validation answers, a lower bound (see train.objectives)
+    # on recorded validation answers, a lower bound (see train.objectives)
+    expected_acceptance: BeforeAfter
     best_step: int
     num_steps: int
     num_tokens_seen: int  # supervised
@@ -201,7 +227,9 @@ class Rates:
 
 @dataclass(kw_only=True)
 class Cost:
-    """Step times in milliseconds. `v[k]` = time of a target call over k tokens / over 1; c = draft / target step."""
+    """Step times in milliseconds. `v[k]` = time of a target call over k tokens / over 1; c = draft
+    / target step.
+    """
 
     draft_step_ms: float
     target_step_ms: float
@@ -215,7 +243,9 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Result:
-    """One row: a category (or "all"), a temperature and a draft length. Definitions: README, section Metrics."""
+    """One row: a category (or "all"), a temperature and a draft length. Definitions: README,
+    section Metrics.
+    """
 
     category: str
     temperature: float
@@ -241,16 +271,18 @@ class Result:
 
 @dataclass(kw_only=True)
 class ExpectedAcceptance:
-    """Teacher-forced, exact over the whole vocabulary, at temperature 1, on the validation answers."""
+    """Teacher-forced, exact over all ids, at temperature 1, on the validation answers."""
 
     before: Acceptance
     after: Acceptance
     after_by_category: dict[str, Acceptance] = field(default_factory=dict)
-    after_by_temperature: dict[str, Acceptance] = field(default_factory=dict)  # of the answer's sampling
+    # of the answer's sampling
+    after_by_temperature: dict[str, Acceptance] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Report(Manifest):
+    stage = Stage.evaluate
     name: str
     target: dict[str, Any]
     draft: dict[str, Any]  # parameters, layers, bytes, hot_vocab

@@ -1,4 +1,6 @@
-"""The run folder: fingerprints, atomic writes, provenance, and what to do with an artefact that is already there."""
+"""The run folder: fingerprints, atomic writes, provenance, and what to do with an artefact that is
+already there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from typing import Any
 from conf.contracts import MANIFEST, Manifest, Provenance
 from conf.schema import Config, ConfigError, as_tree
 
-RECORDED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "hydra-core", "wandb", "draftsmith")
+RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "hydra-core",
+    "wandb",
+    "draftsmith",
+)
 
 
 class Resume(StrEnum):
@@ -29,7 +40,9 @@ class Resume(StrEnum):
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write under a temporary name, flush to disk, rename: a reader sees the old file or the new one, never a part."""
+    """Write under a temporary name, flush to disk, rename: a reader sees the old file or the new
+    one, never a part.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
@@ -41,7 +54,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def fingerprint(tree: Mapping[str, Any]) -> str:
     """Digest of a JSON tree, independent of key order; 16 hexadecimal digits."""
-    canonical = json.dumps(as_tree(dict(tree)), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    canonical = json.dumps(
+        as_tree(dict(tree)), sort_keys=True, ensure_ascii=False, separators=(",", ":")
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -49,7 +64,11 @@ def provenance(seed: int, device: str, seconds: float = 0.0) -> Provenance:
     """What made an artefact: commit, versions, seed, device and command line."""
     root = Path(__file__).parent.parent
     git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     versions = {}
     for package in RECORDED_PACKAGES:
@@ -70,7 +89,8 @@ def provenance(seed: int, device: str, seconds: float = 0.0) -> Provenance:
 
 
 def _command() -> list[str]:
-    # `python -m train` shows as a path of the file inside the package; say what was typed, without local folders
+    # `python -m train` shows as a path of the file inside the package; say what was typed, without
+    # local folders
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     return ["python", "-m", name, *sys.argv[1:]]
@@ -84,7 +104,9 @@ def process_rank() -> int:
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
-            yield from _differences(old.get(name, "absent"), new.get(name, "absent"), f"{key}.{name}" if key else name)
+            yield from _differences(
+                old.get(name, "absent"), new.get(name, "absent"), f"{key}.{name}" if key else name
+            )
     elif old != new:
         yield key, old, new
 
@@ -110,7 +132,8 @@ class Run:
                 probe.unlink()
         except OSError as refused:
             raise ConfigError(
-                f"outputs={config.outputs}: {path} cannot be written ({refused.strerror}). Choose another folder with outputs=."
+                f"outputs={config.outputs}: {path} cannot be written ({refused.strerror}). Choose"
+                " another folder with outputs=."
             ) from None
         return cls(folder=folder, store=store, seed=config.seed, name=config.name)
 
@@ -133,8 +156,8 @@ class Run:
     def shared(self, kind: str, determined_by: Mapping[str, Any]) -> Path:
         """Folder `outputs/<name>/<kind>` as a link into the store, keyed by fingerprint.
 
-        Runs that differ only in what comes later share it. A link to something else that is already complete is kept,
-        so that `resume` can name the changed keys.
+        Runs that differ only in what comes later share it. A link to something else that is already
+        complete is kept, so that `resume` can name the changed keys.
         """
         link = self.folder / kind
         stored = self.store / f"{kind}-{fingerprint(determined_by)}"
@@ -144,28 +167,40 @@ class Run:
         if process_rank() == 0 and (not link.is_symlink() or link.resolve() != stored.resolve()):
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(stored, link.parent), target_is_directory=True)
-        return link
+        # the others may come here before the link is there
+        return link if process_rank() == 0 else stored
 
-    def resume(self, folder: Path, kind: type[Manifest], determined_by: Mapping[str, Any]) -> Resume:
+    def resume(
+        self, folder: Path, kind: type[Manifest], determined_by: Mapping[str, Any]
+    ) -> Resume:
         """Whether a stage's artefact is complete, partial or absent.
 
-        Raises ConfigError when a complete artefact was made from another configuration, naming each changed key with
-        both values and the way out.
+        Raises ConfigError when a complete artefact was made from another configuration, naming each
+        changed key with both values and the way out.
         """
         tree = json.loads(json.dumps(as_tree(dict(determined_by))))
         if (folder / MANIFEST).is_file():
             made_by = kind.read(folder).determined_by
             changed = list(_differences(made_by, tree))
             if changed:
-                listed = "; ".join(f"{key}: was {old!r}, is now {new!r}" for key, old, new in changed)
+                listed = "; ".join(
+                    f"{key}: was {old!r}, is now {new!r}" for key, old, new in changed
+                )
                 raise ConfigError(
-                    f"{folder.name} of run {self.name} was made from another configuration ({listed}). "
-                    f"Give this run its own name (name=...), restore the values, or remove {folder} to make it again."
+                    f"{folder.name} of run {self.name} was made from another configuration"
+                    f" ({listed}). Give this run its own name (name=...), restore the values, or"
+                    f" remove {folder} to make it again."
                 )
             return Resume.complete
         return Resume.partial if folder.is_dir() and any(folder.iterdir()) else Resume.fresh
 
 
 def determined(config: Config, *groups: str, **more: Any) -> dict[str, Any]:
-    """The part of the configuration that determines an artefact: whole groups, the seed and what else is named."""
-    return {"seed": config.seed, **{group: as_tree(getattr(config, group)) for group in groups}, **more}
+    """The part of the configuration that determines an artefact: whole groups, the seed and what
+    else is named.
+    """
+    return {
+        "seed": config.seed,
+        **{group: as_tree(getattr(config, group)) for group in groups},
+        **more,
+    }

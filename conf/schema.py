@@ -1,14 +1,17 @@
 """Typed configuration of every stage.
 
-The YAML files in this folder hold values, this file holds types, units and single-group ranges; a default lives in
-exactly one of the two (here). Hydra validates names and types against these classes before any code of ours runs;
-`__post_init__` checks ranges inside one group, `conf.validate` checks what spans several groups.
+The YAML files in this folder hold values, this file holds types, units and single-group ranges; a
+default lives in exactly one of the two (here). Hydra validates names and types against these
+classes before any code of ours runs; `__post_init__` checks ranges inside one group,
+`conf.validate` checks what spans several groups.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,11 +24,15 @@ CONFIG_FOLDER = str(Path(__file__).parent.resolve())
 
 
 class UserError(Exception):
-    """Something the person at the keyboard can put right: the message says all, a traceback would add nothing."""
+    """Something the person at the keyboard can put right: the message says all, a traceback would
+    add nothing.
+    """
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot run. The message names the key, the value, the reason and the way out."""
+    """A configuration that cannot run. The message names the key, the value, the reason and the way
+    out.
+    """
 
 
 class Stage(StrEnum):
@@ -87,7 +94,9 @@ class Dtype(StrEnum):
 
 
 def require(holds: bool, key: str, value: object, reason: str, way_out: str) -> None:
-    """Raise `ConfigError` in the one form every configuration error has, unless the condition holds."""
+    """Raise `ConfigError` in the one form every configuration error has, unless the condition
+    holds.
+    """
     if not holds:
         raise ConfigError(f"{key}={value}: {reason}. {way_out}.")
 
@@ -110,7 +119,8 @@ class SourceConfig:
     records: str = ""  # inside a .json file, as `data.*.question`; `*` is every item or value
     template: str = "{prompt}"
     templates: list[str] = field(default_factory=list)  # instead: each record takes one of them
-    messages_column: str = ""  # OpenAI-style messages (or MT-bench style turns) instead of `template`
+    # OpenAI-style messages (or MT-bench style turns) instead of `template`
+    messages_column: str = ""
     config: str = ""  # hub: configuration name
     split: str = "train"  # hub
     revision: str = "main"  # hub
@@ -140,14 +150,20 @@ class DataConfig:
     """Prompts. A mixture of `sources`, `num_train` + `num_validation` prompts in all."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    num_train: int = 3000
+    num_train: int = 1500
     num_validation: int = 96
     min_chars: int = 8
     max_chars: int = 700  # of a prompt, all its turns together
     mask_personal_details: bool = True
 
     def __post_init__(self) -> None:
-        require(self.num_train >= 1, "data.num_train", self.num_train, "there is nothing to train on", "Use 1 or more")
+        require(
+            self.num_train >= 1,
+            "data.num_train",
+            self.num_train,
+            "there is nothing to train on",
+            "Use 1 or more",
+        )
         require(
             self.num_validation >= 1,
             "data.num_validation",
@@ -181,14 +197,15 @@ class TargetConfig:
 class GenerateConfig:
     """The target answers the prompts; its distribution at each generated position is recorded."""
 
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0, 1.0])  # cycled over the answers
+    # cycled over the answers
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     answers_per_prompt: int = 1
-    max_new_tokens: int = 160
+    max_new_tokens: int = 192
     max_prompt_tokens: int = 224
     batch_size: int = 64  # rows decoded together
-    num_tokens: int = 0  # stop after about this many generated training tokens; 0: every prompt
     top_k: int = 48  # recorded ids per position
-    warm_start_tokens: int = 32768  # training positions whose final hidden state is kept for the warm start
+    # at most so many training positions keep their final hidden state, for the warm start
+    warm_start_tokens: int = 32768
     rows_per_shard: int = 256
     max_gib: float = 8.0  # refuse a recording larger than this
 
@@ -218,13 +235,15 @@ class DraftConfig:
 
     init: DraftInit = DraftInit.layers
     layer_rule: LayerRule = LayerRule.first
-    num_layers: int = 2
-    layers: list[int] = field(default_factory=list)  # explicit target layers; overrides layer_rule and num_layers
+    num_layers: int = 4
+    # explicit target layers; overrides layer_rule and num_layers
+    layers: list[int] = field(default_factory=list)
     warm_start: bool = True  # closed-form head from hidden-state statistics (init=layers)
     ridge: float = 1e-3  # regularisation of the warm start, relative to the mean diagonal
     pretrained: str = ""  # Hub id or folder (init=pretrained)
     train_embeddings: bool = False
-    hot_vocab: int = 16384  # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
+    # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
+    hot_vocab: int = 16384
 
     def __post_init__(self) -> None:
         require(
@@ -252,7 +271,9 @@ class DraftConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised at each supervised position; a second divergence can take over as a finishing phase."""
+    """What is minimised at each supervised position; a second divergence can take over as a
+    finishing phase.
+    """
 
     divergence: Divergence = Divergence.forward_kl
     beta: float = 0.5  # jsd: weight of the target in the mixture
@@ -261,7 +282,13 @@ class ObjectiveConfig:
     finish_share: float = 0.0  # share of the steps that the last phase takes
 
     def __post_init__(self) -> None:
-        require(0 < self.beta < 1, "objective.beta", self.beta, "the mixture needs both sides", "Use 0 < beta < 1")
+        require(
+            0 < self.beta < 1,
+            "objective.beta",
+            self.beta,
+            "the mixture needs both sides",
+            "Use 0 < beta < 1",
+        )
         require(
             0 <= self.finish_share <= 1,
             "objective.finish_share",
@@ -282,26 +309,41 @@ class ObjectiveConfig:
 class OptimConfig:
     """The optimizer. One epoch is one pass over the recorded training answers."""
 
-    name: Optimizer = Optimizer.muon
-    lr: float = 0.01  # of the matrices (muon) or of everything (adamw)
+    name: Optimizer = Optimizer.adamw
+    lr: float = 1e-3  # of the matrices (muon) or of everything (adamw)
     adam_lr: float = 1e-3  # of what Muon does not take (norms, embeddings)
     weight_decay: float = 0.0
     warmup_share: float = 0.02
     decay_share: float = 0.5  # share of the steps over which the rate falls linearly to zero
     num_epochs: float = 2.0
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
-    tokens_per_step: int = 1024  # supervised and prompt tokens in one optimizer step, over all processes
+    # supervised and prompt tokens in one optimizer step, over all processes
+    tokens_per_step: int = 512
     grad_clip: float = 1.0
-    evaluate_every: int = 200  # optimizer steps between validations (and checkpoints)
+    evaluate_every: int = 250  # optimizer steps between validations (and checkpoints)
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", self.lr, "nothing would be learned", "Use a positive rate")
-        require(self.num_epochs > 0, "optim.num_epochs", self.num_epochs, "nothing would be learned", "Use more than 0")
         require(
-            self.tokens_per_step >= 1, "optim.tokens_per_step", self.tokens_per_step, "a step needs tokens", "Use 256"
+            self.num_epochs > 0,
+            "optim.num_epochs",
+            self.num_epochs,
+            "nothing would be learned",
+            "Use more than 0",
         )
         require(
-            self.evaluate_every >= 1, "optim.evaluate_every", self.evaluate_every, "it counts steps", "Use 1 or more"
+            self.tokens_per_step >= 1,
+            "optim.tokens_per_step",
+            self.tokens_per_step,
+            "a step needs tokens",
+            "Use 256",
+        )
+        require(
+            self.evaluate_every >= 1,
+            "optim.evaluate_every",
+            self.evaluate_every,
+            "it counts steps",
+            "Use 1 or more",
         )
         require(
             0 <= self.warmup_share + self.decay_share <= 1,
@@ -317,14 +359,23 @@ class RuntimeConfig:
     """The machine."""
 
     device: Device = Device.auto
-    compile: bool = True  # compile decoding steps; without a C++ compiler they run eagerly, and one line says so
+    # compile decoding steps; without a C++ compiler they run eagerly, and one line says so
+    compile: bool = True
     num_threads: int = 0  # CPU threads; 0: torch's own choice
+    # our decoder reads a bfloat16 draft's weights as int8 on a CPU; the exported ones are not
+    # changed
+    int8_draft: bool = True
     head_chunk: int = 512  # positions whose logits are alive at once in training
-    train_dtype: Dtype = Dtype.bfloat16  # of matrix products in training; parameters and divergences stay float32
+    # of matrix products in training; parameters and divergences stay float32
+    train_dtype: Dtype = Dtype.bfloat16
 
     def __post_init__(self) -> None:
         require(
-            self.head_chunk >= 1, "runtime.head_chunk", self.head_chunk, "the head needs at least a position", "Use 512"
+            self.head_chunk >= 1,
+            "runtime.head_chunk",
+            self.head_chunk,
+            "the head needs at least a position",
+            "Use 512",
         )
 
 
@@ -334,16 +385,28 @@ class EvalConfig:
 
     suites: dict[str, SourceConfig] = field(default_factory=dict)
     prompts_per_category: int = 4
-    max_new_tokens: int = 64
+    max_new_tokens: int = 48
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    gammas: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    gammas: list[int] = field(default_factory=lambda: [1, 2, 3])
     repeats: int = 1  # timed passes over each prompt and setting
     confidence: float = 0.9
 
     def __post_init__(self) -> None:
         for gamma in self.gammas:
-            require(gamma >= 1, "eval.gammas", list(self.gammas), "a draft of no tokens drafts nothing", "Use 1 or more")
-        require(len(self.gammas) > 0, "eval.gammas", [], "nothing would be measured", "Use for example [1,2,4]")
+            require(
+                gamma >= 1,
+                "eval.gammas",
+                list(self.gammas),
+                "a draft of no tokens drafts nothing",
+                "Use 1 or more",
+            )
+        require(
+            len(self.gammas) > 0,
+            "eval.gammas",
+            [],
+            "nothing would be measured",
+            "Use for example [1,2,4]",
+        )
         require(
             len(self.temperatures) > 0 and all(0 <= t < 100 for t in self.temperatures),
             "eval.temperatures",
@@ -355,7 +418,11 @@ class EvalConfig:
             value = getattr(self, key)
             require(value >= 1, f"eval.{key}", value, "it must be positive", "Use 1 or more")
         require(
-            0 < self.confidence < 1, "eval.confidence", self.confidence, "it is a probability", "Use for example 0.9"
+            0 < self.confidence < 1,
+            "eval.confidence",
+            self.confidence,
+            "it is a probability",
+            "Use for example 0.9",
         )
 
 
@@ -383,7 +450,9 @@ class HubConfig:
 
 @dataclass
 class Config:
-    """A whole run. `outputs/<name>/` holds what it makes; recorded answers are shared between runs in `outputs/.store`."""
+    """A whole run. `outputs/<name>/` holds what it makes; recorded answers are shared between runs
+    in `outputs/.store`.
+    """
 
     name: str = "main"
     stage: Stage = Stage.all
@@ -415,8 +484,20 @@ GROUPS: dict[str, type] = {
 }
 
 
+def folder_name(text: str) -> str:
+    """Text as one folder name of at most 120 characters: a job of a multirun is named by its
+    overrides.
+    """
+    plain = re.sub(r"[^\w.,=+-]+", "_", text)
+    if plain == text and len(text) <= 120:
+        return text
+    # what the replacement or the cut makes alike, the digest keeps apart
+    return f"{plain[:107]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 def register() -> None:
     """Make the classes above known to Hydra, under names that stay out of its list of options."""
+    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="config", node=Config, package="_global_")
     for group, node in GROUPS.items():
@@ -424,13 +505,48 @@ def register() -> None:
 
 
 def typed(config: DictConfig) -> Config:
-    """The composed configuration as plain dataclasses; past this call nobody sees a DictConfig."""
+    """The composed configuration as plain dataclasses; past this call nobody sees a DictConfig.
+
+    Raises ConfigError for a value that is missing and for a key that was added with `+` but that
+    nothing reads.
+    """
     missing = OmegaConf.missing_keys(config)
     if missing:
-        raise ConfigError(f"{sorted(missing)[0]}: no value is set and there is no default. Give it on the command line.")
+        raise ConfigError(
+            f"{sorted(missing)[0]}: no value is set and there is no default. Give it on the command"
+            " line."
+        )
     result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
+    for key in _unknown(result):
+        raise ConfigError(
+            f"{key}: there is no such setting, and + only adds to dictionaries. Remove it."
+        )
     return result
+
+
+def _unknown(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Attributes that are no fields of their dataclass."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _unknown(value, f"{prefix}{key}.")
+    elif dataclasses.is_dataclass(settings):
+        known = {each.name for each in dataclasses.fields(settings)}
+        for key, value in vars(settings).items():
+            if key in known:
+                yield from _unknown(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}"
+
+
+def setting_names() -> list[str]:
+    """Every key of the configuration, with its group."""
+    own = [each.name for each in dataclasses.fields(Config) if each.name not in GROUPS]
+    return own + [
+        f"{group}.{each.name}"
+        for group, node in GROUPS.items()
+        for each in dataclasses.fields(node)
+    ]
 
 
 def as_tree(config: Any) -> Any:

@@ -10,7 +10,13 @@ from conf.schema import Config, DraftInit, SourceConfig, SourceKind, Stage, requ
 
 def validate(config: Config) -> None:
     """Raise ConfigError for the first combination that cannot run."""
-    require(bool(config.name.strip("/. ")), "name", repr(config.name), "a run needs a name", "Use for example name=main")
+    require(
+        bool(config.name.strip("/. ")),
+        "name",
+        repr(config.name),
+        "a run needs a name",
+        "Use for example name=main",
+    )
     require(
         ".." not in Path(config.name).parts and not Path(config.name).is_absolute(),
         "name",
@@ -19,12 +25,23 @@ def validate(config: Config) -> None:
         "Use a plain name",
     )
     require(
-        bool(config.data.sources), "data.sources", "{}", "there are no prompts", "Choose a data group, for example data=mix"
+        bool(config.data.sources),
+        "data.sources",
+        "{}",
+        "there are no prompts",
+        "Choose a data group, for example data=mix",
     )
     require(
-        bool(config.eval.suites), "eval.suites", "{}", "nothing would be measured", "Choose an eval group, for example eval=suites"
+        bool(config.eval.suites),
+        "eval.suites",
+        "{}",
+        "nothing would be measured",
+        "Choose an eval group, for example eval=suites",
     )
-    for group, sources in (("data.sources", config.data.sources), ("eval.suites", config.eval.suites)):
+    for group, sources in (
+        ("data.sources", config.data.sources),
+        ("eval.suites", config.eval.suites),
+    ):
         for name, source in sources.items():
             _validate_source(f"{group}.{name}", source)
     _validate_target(config)
@@ -52,9 +69,21 @@ def validate(config: Config) -> None:
 
 
 def _validate_source(key: str, source: SourceConfig) -> None:
-    require(source.weight >= 0, f"{key}.weight", source.weight, "a share cannot be negative", "Use 0 or more")
+    require(
+        source.weight >= 0,
+        f"{key}.weight",
+        source.weight,
+        "a share cannot be negative",
+        "Use 0 or more",
+    )
     if source.kind is SourceKind.file:
-        require(Path(source.path).is_file(), f"{key}.path", repr(source.path), "there is no such file", "Give a readable file")
+        require(
+            Path(source.path).is_file(),
+            f"{key}.path",
+            repr(source.path),
+            "there is no such file",
+            "Give a readable file",
+        )
     if source.kind in (SourceKind.package, SourceKind.reasoning):
         require_package(key, source.package)
 
@@ -64,7 +93,13 @@ def require_package(key: str, package: str) -> None:
     try:
         importlib.metadata.version(package)
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        require(False, f"{key}.package", repr(package), "it is not installed", f"Run `make setup`, or pip install {package}")
+        require(
+            False,
+            f"{key}.package",
+            repr(package),
+            "it is not installed",
+            f"Run `make setup`, or pip install {package}",
+        )
 
 
 def _validate_target(config: Config) -> None:
@@ -81,7 +116,9 @@ def _validate_target(config: Config) -> None:
 
 
 def validate_draft_layers(config: Config, num_target_layers: int) -> None:
-    """Raise ConfigError when the draft would be deeper than its target or name layers that it lacks."""
+    """Raise ConfigError when the draft would be deeper than its target or name layers that it
+    lacks.
+    """
     if config.draft.init is not DraftInit.layers:
         return
     if config.draft.layers:

@@ -1,7 +1,8 @@
 """Recorded answers as packed batches, in an order that can be resumed.
 
-Answers are packed one after another into lines of at most a given length. Positions restart at 0 with every answer
-and attention stays inside it, so a token is trained in the very context its distribution was recorded in.
+Answers are packed one after another into lines of at most a given length. Positions restart at 0
+with every answer and attention stays inside it, so a token is trained in the very context its
+distribution was recorded in.
 """
 
 # T packed positions, N supervised positions among them, K recorded ids
@@ -22,8 +23,8 @@ from data.shards import Row
 class Batch:
     """One packed line.
 
-    A supervised position holds the token *before* a generated one: its output predicts that token. `segments_T`
-    numbers the answers, so that attention can be kept inside each.
+    A supervised position holds the token *before* a generated one: its output predicts that token.
+    `segments_T` numbers the answers, so that attention can be kept inside each.
     """
 
     rows: list[int]  # numbers of the answers, to name them in errors
@@ -66,7 +67,8 @@ def collate(rows: Sequence[Row]) -> Batch:
     for number, row in enumerate(rows):
         if not len(row.generated) or not len(row.prompt):
             raise ValueError(
-                f"answer {row.index}: it has no supervised token, so nothing can be learned from it."
+                f"answer {row.index}: it has no supervised token, so nothing can be learned"
+                " from it."
             )
         length = num_positions(row)
         tokens.append(torch.cat([row.prompt, row.generated[:-1]]))
@@ -87,45 +89,60 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def plan_epoch(
-    lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+    lengths: Sequence[int], *, tokens_per_step: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Answers of each batch of an epoch: a shuffle, cut whenever the next answer would not fit.
+    """Answers of each optimizer step of an epoch: a shuffle, cut whenever the next answer would not
+    fit.
 
-    Depends on nothing but its arguments, so a resumed run finds the same order. An answer longer than a batch gets a
-    batch of its own.
+    Depends on nothing but its arguments, so a resumed run finds the same order. An answer longer
+    than a step gets a step of its own.
     """
     order = list(range(len(lengths)))
     random.Random(f"{seed}-{epoch}").shuffle(order)
-    batches: list[list[int]] = []
+    steps: list[list[int]] = []
     room = 0
     for index in order:
-        if not batches or lengths[index] > room:
-            batches.append([])
-            room = tokens_per_batch
-        batches[-1].append(index)
+        if not steps or lengths[index] > room:
+            steps.append([])
+            room = tokens_per_step
+        steps[-1].append(index)
         room -= lengths[index]
-    return batches
+    return steps
+
+
+def deal(step: Sequence[int], lengths: Sequence[int], num_processes: int) -> list[list[int]]:
+    """The answers of one step, dealt to processes: the longest first, each to the process with the
+    fewest tokens.
+
+    With fewer answers than processes some get an empty list. Every process keeps its answers in the
+    order of the step.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_processes)]
+    loads = [0] * num_processes
+    for place in sorted(range(len(step)), key=lambda place: -lengths[step[place]]):
+        least = loads.index(min(loads))
+        shares[least].append(place)
+        loads[least] += lengths[step[place]]
+    return [[step[place] for place in sorted(share)] for share in shares]
 
 
 def plan_batches(
     lengths: Sequence[int],
     *,
-    tokens_per_batch: int,
+    tokens_per_step: int,
     seed: int,
     num_epochs: float,
     num_processes: int = 1,
 ) -> Iterator[list[list[int]]]:
     """Optimizer steps: for each, one list of answers per process.
 
-    Yields `num_epochs` passes; a fraction cuts the last one short. A step for which an epoch has too few batches left
-    gives some processes an empty list.
+    Yields `num_epochs` passes; a fraction cuts the last one short. Which answers a step has does
+    not depend on the number of processes, so neither does what is learned.
     """
     epoch = 0
     while epoch < num_epochs:
-        batches = plan_epoch(lengths, tokens_per_batch=tokens_per_batch, seed=seed, epoch=epoch)
+        steps = plan_epoch(lengths, tokens_per_step=tokens_per_step, seed=seed, epoch=epoch)
         share = min(1.0, num_epochs - epoch)
-        batches = batches[: max(1, round(share * len(batches)))]
-        for start in range(0, len(batches), num_processes):
-            step = batches[start : start + num_processes]
-            yield step + [[] for _ in range(num_processes - len(step))]
+        for step in steps[: max(1, round(share * len(steps)))]:
+            yield deal(step, lengths, num_processes)
         epoch += 1

@@ -12,8 +12,8 @@ def render_prompt(
 ) -> list[int]:
     """Ids of a conversation up to where the assistant's answer starts.
 
-    `system_prompt` is put first unless the conversation has a system turn of its own. A tokenizer without a chat
-    template (a base model) gets the turns as plain text, a blank line after each.
+    `system_prompt` is put first unless the conversation has a system turn of its own. A tokenizer
+    without a chat template (a base model) gets the turns as plain text, a blank line after each.
     """
     turns = list(messages)
     if system_prompt and turns and turns[0]["role"] != "system":
@@ -29,5 +29,7 @@ def render_prompt(
 def show_supervision(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], generated: Sequence[int]
 ) -> str:
-    """One conversation as text, the supervised part between brackets: what a reader checks before a run."""
+    """One conversation as text, the supervised part between brackets: what a reader checks before a
+    run.
+    """
     return f"{tokenizer.decode(list(prompt))}[[{tokenizer.decode(list(generated))}]]"

@@ -45,6 +45,7 @@ def prepare(config: Config, run: Run, tracker: Tracker) -> Corpus:
         tracker.message(
             f"prepare: {folder} is complete, {sum(corpus.num_by_source.values())} prompts"
         )
+        tracker.artifact("corpus", folder)  # another run may have made it: this one used it
         return corpus
     began = time.monotonic()
     suites = suite_candidates(config.eval)
@@ -75,6 +76,7 @@ def prepare(config: Config, run: Run, tracker: Tracker) -> Corpus:
     )
     corpus.write(folder)
     _tell(corpus, mixture, validation, tracker)
+    tracker.artifact("corpus", folder)
     return corpus
 
 

@@ -1,4 +1,5 @@
-"""Recorded answers on disk: safetensors files of whole rows, written atomically and checked on reading.
+"""Recorded answers on disk: safetensors files of whole rows, written atomically and checked on
+reading.
 
 Tensors of a shard (R rows, P prompt tokens in all, N generated tokens in all, K recorded ids):
     row              int64 R    number of the answer in the job; the job is resumed by these
@@ -9,7 +10,8 @@ Tensors of a shard (R rows, P prompt tokens in all, N generated tokens in all, K
     prompt           int32 P    prompt ids, rows one after another
     generated        int32 N    answer ids
     top_ids          int32 or uint16 N K   the likeliest ids, in falling order
-    top_log_p        float16 N K           their log-probabilities at temperature 1, not renormalised
+    top_log_p        float16 N K           their log-probabilities at temperature 1, not
+    renormalised
     hidden           bfloat16 N D          what the target's head read (only in the first shards)
 """
 
@@ -85,8 +87,9 @@ def check_shard(folder: Path, shard: Shard) -> None:
     path = folder / shard.file
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != shard.sha256:
         raise ShardError(
-            f"{path}: missing, cut short or changed since it was written. Remove this file and the manifest.json beside "
-            "it, and rerun stage=generate: only its rows are generated again."
+            f"{path}: missing, cut short or changed since it was written. Remove this file and the"
+            " manifest.json beside it, and rerun stage=generate: only its rows are generated"
+            " again."
         )
 
 
@@ -96,10 +99,15 @@ def read_shard(path: Path) -> list[Row]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             categories = json.loads(file.metadata()["categories"])
-    except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as broken:
+        return _rows(tensors, categories)
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as broken:
+        # a garbled header still parses at times: then a tensor is absent or of another length
         raise ShardError(
             f"{path}: not a complete shard ({broken}). Remove it and rerun stage=generate."
         ) from None
+
+
+def _rows(tensors: dict[str, Tensor], categories: list[str]) -> list[Row]:
     num_prompt, num_generated = tensors["num_prompt"].tolist(), tensors["num_generated"].tolist()
     prompts = tensors["prompt"].long().split(num_prompt)
     generated = tensors["generated"].long().split(num_generated)

@@ -1,4 +1,6 @@
-"""Expected acceptance, teacher-forced: what a draft is worth on given text, exactly and without sampling noise."""
+"""Expected acceptance, teacher-forced: what a draft is worth on given text, exactly and without
+sampling noise.
+"""
 
 # N positions, V vocabulary
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conf.contracts import Acceptance
+from data.statistics import pooled
 from models.decoding.sampling import Sampling, law
 
 
@@ -35,31 +38,31 @@ class Overlap:
 
 @torch.inference_mode()
 def overlaps(
-    target: PreTrainedModel, drafts: Sequence[tuple[PreTrainedModel, Tensor | None]], text: Text, sampling: Sampling
+    target: PreTrainedModel,
+    drafts: Sequence[tuple[PreTrainedModel, Tensor | None]],
+    text: Text,
+    sampling: Sampling,
 ) -> list[Overlap]:
-    """sum min(p, q) summed over the answer's positions, for each draft (a model and the ids it proposes).
+    """sum min(p, q) summed over the answer's positions, for each draft (a model and the ids it
+    proposes).
 
-    p and q are the laws that decoding uses, over the target's whole vocabulary; an id that a draft does not propose
-    has q = 0.
+    p and q are the laws that decoding uses, over the target's whole vocabulary; an id that a draft
+    does not propose has q = 0.
     """
     ids = torch.tensor([text.prompt + text.answer[:-1]], device=target.device)
     keep = len(text.answer)
     p_NV = law(target(ids, logits_to_keep=keep, use_cache=False).logits[0], sampling, side="target")
     found = []
     for draft, hot_ids in drafts:
-        q_NH = law(draft(ids, logits_to_keep=keep, use_cache=False).logits[0], sampling, side="draft")
+        q_NH = law(
+            draft(ids, logits_to_keep=keep, use_cache=False).logits[0], sampling, side="draft"
+        )
         shared = p_NV if hot_ids is None else p_NV[:, hot_ids.to(p_NV.device)]
         width = min(shared.shape[-1], q_NH.shape[-1])
         found.append(Overlap(float(torch.minimum(shared[:, :width], q_NH[:, :width]).sum()), keep))
     return found
 
 
-def pooled(found: Sequence[Overlap], confidence: float) -> Acceptance:
-    """Mean over all positions, and an interval by resampling answers (seeded): their positions are not independent."""
-    total = torch.tensor([one.total for one in found], dtype=torch.float64)
-    count = torch.tensor([one.count for one in found], dtype=torch.float64)
-    pick = torch.randint(len(total), (2000, len(total)), generator=torch.Generator().manual_seed(0))
-    means = total[pick].sum(1) / count[pick].sum(1)
-    edges = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = means.quantile(edges).tolist()
-    return Acceptance(value=float(total.sum() / count.sum()), low=low, high=high, count=int(count.sum()))
+def mean_overlap(found: Sequence[Overlap], confidence: float) -> Acceptance:
+    """Expected acceptance over all positions of some answers, with its interval."""
+    return pooled([one.total for one in found], [one.count for one in found], confidence)

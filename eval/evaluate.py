@@ -1,4 +1,6 @@
-"""Stage evaluate: the exported draft, loaded from disk, is measured with the decoder against plain decoding."""
+"""Stage evaluate: the exported draft, loaded from disk, is measured with the decoder against plain
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +11,38 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from conf.contracts import Acceptance, Corpus, Cost, Draft, ExpectedAcceptance, Lessons, Prompt, Rates, Report, Result
+from conf.contracts import (
+    Corpus,
+    Cost,
+    Draft,
+    ExpectedAcceptance,
+    Lessons,
+    Prompt,
+    Rates,
+    Report,
+    Result,
+)
 from conf.run import Resume, Run, determined, fingerprint, process_rank, provenance
 from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split
 from data.suites import suite_prompts
-from eval.acceptance import Overlap, Text, overlaps, pooled
+from eval.acceptance import Overlap, Text, mean_overlap, overlaps
+from eval.pair import ModelPair, Pieces, load_draft
 from eval.report import write_report
 from eval.speed import Decoded, Pair, measure_cost, predicted_speedup, speedup, timed
 from eval.table import summary_table
-from models.decoding.drafters import ModelDrafter
-from models.decoding.engine import Engine, has_compiler, narrow_head
+from models.decoding.engine import has_compiler
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder
-from models.draft import read_hot_ids
-from models.load import Target, describe, device_of, load_folder, load_model, open_target, set_threads
+from models.decoding.speculative import Counts
+from models.load import Target, describe, set_threads
 
 ALL = "all"
 MAX_PROMPT_TOKENS = 512
@@ -49,53 +58,23 @@ class Question:
     text: str
 
 
-@dataclass
-class Bench:
-    """What is measured on: both models loaded from disk, one engine each, one decoder."""
-
-    target: Target
-    model: PreTrainedModel
-    draft: PreTrainedModel
-    hot_ids: Tensor | None
-    drafter: ModelDrafter
-    decoder: Decoder
-
-    @classmethod
-    def load(cls, config: Config, folder: Path, capacity: int) -> Bench:
-        """Load target and exported draft as a user would."""
-        device, dtype = device_of(config.runtime), getattr(torch, str(config.target.dtype))
-        target = open_target(config)
-        model = load_model(target, dtype=dtype, device=device, trust_remote_code=config.target.trust_remote_code)
-        draft, hot_ids = load_draft(folder, dtype, device)
-        compiled = config.runtime.compile
-        engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
-        drafter = ModelDrafter(
-            Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
-            vocab_size=target.config.vocab_size,
-            hot_ids=hot_ids,
-        )
-        return cls(target, model, draft, hot_ids, drafter, Decoder(engine, drafter, target.stop_ids))
-
-
-def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Tensor | None]:
-    """An exported draft with its head narrowed to the ids it proposes, and those ids."""
-    draft = load_folder(folder, dtype=dtype, device=device)
-    hot_ids = read_hot_ids(folder)
-    if hot_ids is None:
-        return draft, None
-    hot_ids = hot_ids.to(device)
-    narrow_head(draft, hot_ids)
-    return draft, hot_ids
-
-
 def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     """Measure acceptance and speed of the exported draft; writes report.json, plots and the page.
 
     Rerunning with the same configuration shows the finished report again.
     """
-    draft_manifest, lessons, corpus = Draft.read(run.draft), Lessons.read(run.lessons), Corpus.read(run.corpus)
+    draft_manifest, lessons, corpus = (
+        Draft.read(run.draft),
+        Lessons.read(run.lessons),
+        Corpus.read(run.corpus),
+    )
     made_by = determined(
-        config, "eval", draft=draft_manifest.fingerprint, lessons=lessons.fingerprint, compile=config.runtime.compile
+        config,
+        "eval",
+        draft=draft_manifest.fingerprint,
+        lessons=lessons.fingerprint,
+        compile=config.runtime.compile,
+        int8_draft=config.runtime.int8_draft,
     )
     if run.resume(run.report, Report, made_by) is Resume.complete:
         report = Report.read(run.report)
@@ -106,28 +85,32 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     torch.manual_seed(config.seed)
     settings = config.eval
     capacity = -(-(MAX_PROMPT_TOKENS + settings.max_new_tokens + max(settings.gammas)) // 64) * 64
-    bench = Bench.load(config, run.draft / "model", capacity)
-    questions = ask(config, bench.target)
-    compile_seconds = warm_up(bench, questions, config, tracker)
-    cost = measure_cost(bench.decoder.target, bench.drafter, settings.gammas, Sampling(0.0))
+    models = ModelPair.load(config, run.draft / "model", capacity)
+    questions = ask(config, models.target)
+    compile_seconds = warm_up(models, questions, config, tracker)
+    cost = measure_cost(models.decoder.target, models.drafter, settings.gammas, Sampling(0.0))
     cost.compile_seconds = compile_seconds
     tracker.event(
         "evaluate/cost",
         {"c": cost.c, "target_step_ms": cost.target_step_ms, "draft_step_ms": cost.draft_step_ms}
         | {f"v_{width}": value for width, value in cost.v.items()},
     )
-    expected = expect(config, bench, run, lessons, tracker)
-    results, answers, samples = decode_all(config, bench, questions, cost, tracker)
+    expected = expect(config, models, run, lessons, tracker)
+    results, answers, samples = decode_all(config, models, questions, cost, tracker)
     best = max(
-        (row for row in results if row.category == ALL and row.temperature == min(settings.temperatures)),
+        (
+            row
+            for row in results
+            if row.category == ALL and row.temperature == min(settings.temperatures)
+        ),
         key=lambda row: row.speedup.median,
     )
     report = Report(
         fingerprint=fingerprint(made_by),
         determined_by=made_by,
-        provenance=provenance(config.seed, str(bench.model.device), time.perf_counter() - start),
+        provenance=provenance(config.seed, str(models.model.device), time.perf_counter() - start),
         name=run.name,
-        target=describe(bench.target, config.target, bench.model),
+        target=describe(models.target, config.target, models.model),
         draft={
             "parameters": draft_manifest.parameters,
             "layers": draft_manifest.num_layers,
@@ -135,13 +118,13 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
             "bytes": draft_manifest.num_bytes,
             "hot_vocab": draft_manifest.hot_vocab,
         },
-        machine=machine(config, bench),
+        machine=machine(config, models),
         cost=cost,
         expected_acceptance=expected,
         results=results,
         best=best,
         verdict=verdict(best, cost),
-        warnings=check_estimate(bench, answers, results, settings.confidence),
+        warnings=check_estimate(models, answers, results, settings.confidence),
         samples=samples,
         seconds_by_stage={
             "prepare": corpus.provenance.seconds,
@@ -162,7 +145,9 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
 
 
 def ask(config: Config, target: Target) -> list[Question]:
-    """The suites' prompts as ids. Prompts beyond the length limit are cut from the measurement, not shortened."""
+    """The suites' prompts as ids. Prompts beyond the length limit are cut from the measurement, not
+    shortened.
+    """
     questions = []
     for category, prompts in suite_prompts(config.eval).items():
         for prompt in prompts:
@@ -176,20 +161,40 @@ def _last_turn(prompt: Prompt) -> str:
     return prompt.messages[-1]["content"]
 
 
-def warm_up(bench: Bench, questions: Sequence[Question], config: Config, tracker: Tracker) -> float:
-    """Run every shape once, so that compiling is over before anything is timed; returns the seconds that took."""
-    if config.runtime.compile and bench.model.device.type == "cpu" and not has_compiler():
+def warm_up(
+    models: ModelPair, questions: Sequence[Question], config: Config, tracker: Tracker
+) -> float:
+    """Run every shape once, so that compiling is over before anything is timed; returns the seconds
+    that took.
+    """
+    if config.runtime.compile and models.model.device.type == "cpu" and not has_compiler():
         tracker.message("evaluate: no C++ compiler was found, so decoding runs uncompiled.")
     start = time.perf_counter()
     for gamma in (0, *config.eval.gammas):
         for question in questions[:2]:
-            timed(bench.decoder, question.prompt, gamma=gamma, max_new_tokens=12, sampling=Sampling(1.0), seed=0)
+            timed(
+                models.decoder,
+                question.prompt,
+                gamma=gamma,
+                max_new_tokens=12,
+                sampling=Sampling(1.0),
+                seed=0,
+            )
     return round(time.perf_counter() - start, 1)
 
 
-def expect(config: Config, bench: Bench, run: Run, lessons: Lessons, tracker: Tracker) -> ExpectedAcceptance:
-    """Exact expected acceptance at temperature 1 on the recorded validation answers, before and after distillation."""
-    initial, initial_ids = load_draft(run.draft / "initial", bench.draft.dtype, bench.model.device)
+def expect(
+    config: Config, models: ModelPair, run: Run, lessons: Lessons, tracker: Tracker
+) -> ExpectedAcceptance:
+    """Exact expected acceptance at temperature 1 on the recorded validation answers, before and
+    after distillation.
+    """
+    initial, initial_ids = load_draft(
+        run.draft / "initial",
+        models.draft.dtype,
+        models.model.device,
+        int8=config.runtime.int8_draft,
+    )
     before: list[Overlap] = []
     after: list[Overlap] = []
     by_category: dict[str, list[Overlap]] = defaultdict(list)
@@ -198,8 +203,8 @@ def expect(config: Config, bench: Bench, run: Run, lessons: Lessons, tracker: Tr
     with tracker.progress("evaluate: expected acceptance", len(rows), "answers") as bar:
         for row in rows:
             text = Text(row.prompt.tolist(), row.generated.tolist(), row.category, row.temperature)
-            drafts = [(initial, initial_ids), (bench.draft, bench.hot_ids)]
-            first, last = overlaps(bench.model, drafts, text, AT_ONE)
+            drafts = [(initial, initial_ids), (models.draft, models.hot_ids_H)]
+            first, last = overlaps(models.model, drafts, text, AT_ONE)
             before.append(first)
             after.append(last)
             by_category[row.category].append(last)
@@ -207,15 +212,19 @@ def expect(config: Config, bench: Bench, run: Run, lessons: Lessons, tracker: Tr
             bar.advance()
     level = config.eval.confidence
     return ExpectedAcceptance(
-        before=pooled(before, level),
-        after=pooled(after, level),
-        after_by_category={name: pooled(found, level) for name, found in sorted(by_category.items())},
-        after_by_temperature={name: pooled(found, level) for name, found in sorted(by_temperature.items())},
+        before=mean_overlap(before, level),
+        after=mean_overlap(after, level),
+        after_by_category={
+            name: mean_overlap(found, level) for name, found in sorted(by_category.items())
+        },
+        after_by_temperature={
+            name: mean_overlap(found, level) for name, found in sorted(by_temperature.items())
+        },
     )
 
 
 def decode_all(
-    config: Config, bench: Bench, questions: Sequence[Question], cost: Cost, tracker: Tracker
+    config: Config, models: ModelPair, questions: Sequence[Question], cost: Cost, tracker: Tracker
 ) -> tuple[list[Result], list[Text], list[dict[str, Any]]]:
     """Decode every prompt at every setting, autoregressive and speculative runs taking turns.
 
@@ -225,25 +234,34 @@ def decode_all(
     pairs: dict[tuple[float, int, str], list[Pair]] = defaultdict(list)
     answers: list[Text] = []
     samples: list[dict[str, Any]] = []
-    total = len(settings.temperatures) * settings.repeats * len(questions) * (1 + len(settings.gammas))
+    total = (
+        len(settings.temperatures) * settings.repeats * len(questions) * (1 + len(settings.gammas))
+    )
     with tracker.progress("evaluate: decoding", total, "outputs") as bar:
         for temperature in settings.temperatures:
             for repeat in range(settings.repeats):
                 for number, question in enumerate(questions):
                     seed = config.seed + 1000 * repeat + number
-                    plain = _decode(bench, question, 0, temperature, config, seed)
+                    plain = _decode(models, question, 0, temperature, config, seed)
                     bar.advance()
                     if temperature == 1.0:
-                        answers.append(Text(question.prompt, plain.tokens, question.category, temperature))
-                    # another order for every prompt: no draft length is always measured right after the baseline
+                        answers.append(
+                            Text(question.prompt, plain.tokens, question.category, temperature)
+                        )
+                    # another order for every prompt: no draft length is always measured right after
+                    # the baseline
                     shift = number % len(settings.gammas)
                     for gamma in [*settings.gammas[shift:], *settings.gammas[:shift]]:
-                        fast = _decode(bench, question, gamma, temperature, config, seed)
+                        fast = _decode(models, question, gamma, temperature, config, seed)
                         bar.advance()
                         for category in (ALL, question.category):
                             pairs[temperature, gamma, category].append(Pair(plain, fast))
-                        if repeat == 0 and number % settings.prompts_per_category == 0 and gamma == settings.gammas[-1]:
-                            samples.append(_sample(bench, question, fast, temperature, gamma))
+                        if (
+                            repeat == 0
+                            and number % settings.prompts_per_category == 0
+                            and gamma == settings.gammas[-1]
+                        ):
+                            samples.append(_sample(models, question, fast, temperature, gamma))
     rows = [
         _result(category, temperature, gamma, found, cost, settings.confidence)
         for (temperature, gamma, category), found in sorted(pairs.items(), key=lambda item: item[0])
@@ -251,9 +269,11 @@ def decode_all(
     return rows, answers, samples
 
 
-def _decode(bench: Bench, question: Question, gamma: int, temperature: float, config: Config, seed: int) -> Decoded:
+def _decode(
+    models: ModelPair, question: Question, gamma: int, temperature: float, config: Config, seed: int
+) -> Decoded:
     return timed(
-        bench.decoder,
+        models.decoder,
         question.prompt,
         gamma=gamma,
         max_new_tokens=config.eval.max_new_tokens,
@@ -263,7 +283,12 @@ def _decode(bench: Bench, question: Question, gamma: int, temperature: float, co
 
 
 def _result(
-    category: str, temperature: float, gamma: int, pairs: Sequence[Pair], cost: Cost, confidence: float
+    category: str,
+    temperature: float,
+    gamma: int,
+    pairs: Sequence[Pair],
+    cost: Cost,
+    confidence: float,
 ) -> Result:
     counts = sum((pair.speculative.counts for pair in pairs), Counts())
     seconds = [pair.seconds() for pair in pairs]
@@ -298,49 +323,53 @@ def _result(
     )
 
 
-def _sample(bench: Bench, question: Question, decoded: Decoded, temperature: float, gamma: int) -> dict[str, Any]:
-    """An output with the origin of each token: accepted drafts, corrections after a rejection, bonus tokens."""
-    tokenizer = bench.target.tokenizer
-    pieces, text, done = [], "", []
-    for step in decoded.rounds:
-        for place, token in enumerate(step.tokens):
-            done.append(token)
-            longer = tokenizer.decode(done)
-            if place < step.num_accepted:
-                kind = "draft"
-            else:
-                kind = "bonus" if step.num_accepted == step.num_drafted else "correction"
-            # bytes of an unfinished character show as U+FFFD until the next token completes it
-            if not longer.endswith("\ufffd"):
-                pieces.append({"text": longer[len(text) :], "kind": kind})
-                text = longer
+def _sample(
+    models: ModelPair, question: Question, decoded: Decoded, temperature: float, gamma: int
+) -> dict[str, Any]:
+    """An output with the origin of each token: accepted drafts, corrections after a rejection,
+    bonus tokens.
+    """
+    pieces = Pieces(models.target.tokenizer)
+    tokens = [piece for step in decoded.rounds for piece in pieces.of_round(step)]
+    tokens += pieces.rest()
     return {
         "prompt": question.text,
         "category": question.category,
         "temperature": temperature,
         "gamma": gamma,
-        "tokens": pieces,
+        "tokens": [asdict(piece) for piece in tokens],
     }
 
 
-def check_estimate(bench: Bench, answers: Sequence[Text], results: Sequence[Result], confidence: float) -> list[str]:
-    """A warning when decoding accepts otherwise than the teacher-forced estimate on the same kind of text says.
+def check_estimate(
+    models: ModelPair, answers: Sequence[Text], results: Sequence[Result], confidence: float
+) -> list[str]:
+    """A warning when decoding accepts otherwise than the teacher-forced estimate on the same kind
+    of text says.
 
-    Compares the first position of every round at temperature 1 (later ones are tested only after successes).
+    Compares the first position of every round at temperature 1 (later ones are tested only after
+    successes).
     """
     rows = [row for row in results if row.category == ALL and row.temperature == 1.0]
     if not answers or not rows:
         return []
-    found = [overlaps(bench.model, [(bench.draft, bench.hot_ids)], text, AT_ONE)[0] for text in answers]
-    estimate = pooled(found, confidence)
+    found = [
+        overlaps(models.model, [(models.draft, models.hot_ids_H)], text, AT_ONE)[0]
+        for text in answers
+    ]
+    estimate = mean_overlap(found, confidence)
     tested = sum(row.num_target_calls for row in rows)
     measured = sum(row.conditional_acceptance[0] * row.num_target_calls for row in rows) / tested
-    noise = 2 * (measured * (1 - measured) / (tested / len(rows))) ** 0.5 + (estimate.high - estimate.low) / 2
+    noise = (
+        2 * (measured * (1 - measured) / (tested / len(rows))) ** 0.5
+        + (estimate.high - estimate.low) / 2
+    )
     if abs(measured - estimate.value) <= noise:
         return []
     return [
-        f"Decoding at temperature 1 accepted {measured:.3f} of first drafted tokens, but the laws of the same draft overlap by "
-        f"{estimate.value:.3f} on text of that kind (tolerance {noise:.3f}). One of the two is wrong: do not trust this report."
+        f"Decoding at temperature 1 accepted {measured:.3f} of first drafted tokens, but the laws"
+        f" of the same draft overlap by {estimate.value:.3f} on text of that kind (tolerance"
+        f" {noise:.3f}). One of the two is wrong: do not trust this report."
     ]
 
 
@@ -349,22 +378,25 @@ def verdict(best: Result, cost: Cost) -> str:
     kind = "greedy" if best.temperature == 0 else f"temperature {best.temperature:g}"
     figures = f"{best.speedup.median:.2f}x ({best.speedup.low:.2f} to {best.speedup.high:.2f})"
     if best.speedup.median >= 1:
-        return f"With this draft the target decodes {figures} as fast, {kind}, at gamma {best.gamma}."
+        return (
+            f"With this draft the target decodes {figures} as fast, {kind}, at gamma {best.gamma}."
+        )
     return (
-        f"This draft does not pay here: {figures} at its best gamma of {best.gamma} ({kind}). {best.acceptance_rate:.2f} of the "
-        f"tested tokens are accepted, and a drafted token costs {cost.c:.2f} of a target step."
+        f"This draft does not pay here: {figures} at its best gamma of {best.gamma} ({kind})."
+        f" {best.acceptance_rate:.2f} of the tested tokens are accepted, and a drafted token costs"
+        f" {cost.c:.2f} of a target step."
     )
 
 
-def machine(config: Config, bench: Bench) -> dict[str, Any]:
+def machine(config: Config, models: ModelPair) -> dict[str, Any]:
     """Where the figures come from."""
-    device = bench.model.device
+    device = models.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "cores": torch.get_num_threads() if device.type == "cpu" else os.cpu_count(),
         "dtype": str(config.target.dtype),
-        "compiled": bench.decoder.target.cache.compiled,
+        "compiled": models.decoder.target.compiled,
     }
 
 
@@ -400,7 +432,9 @@ def publish_figures(report: Report, run: Run, tracker: Tracker) -> None:
             "report/peak_memory_gib": report.peak_memory_gib,
         }
     )
-    tracker.artifact("report", run.report, uses=["draft"], metadata={"fingerprint": report.fingerprint})
+    tracker.artifact(
+        "report", run.report, uses=["draft"], metadata={"fingerprint": report.fingerprint}
+    )
 
 
 def show(report: Report, run: Run, tracker: Tracker) -> None:
@@ -411,8 +445,8 @@ def show(report: Report, run: Run, tracker: Tracker) -> None:
         tracker.message(f"WARNING: {warning}")
     before, after = report.expected_acceptance.before, report.expected_acceptance.after
     tracker.message(
-        f"{report.verdict} Expected acceptance {before.value:.3f} before, {after.value:.3f} after distillation. "
-        f"Page: {_shown(run.report / 'index.html')}"
+        f"{report.verdict} Expected acceptance {before.value:.3f} before, {after.value:.3f} after"
+        f" distillation. Page: {_shown(run.report / 'index.html')}"
     )
 
 

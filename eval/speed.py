@@ -22,7 +22,9 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Decoded:
-    """One decoded prompt: its output, counts, and the wall time after which each number of tokens was there."""
+    """One decoded prompt: its output, counts, and the wall time after which each number of tokens
+    was there.
+    """
 
     tokens: list[int]
     rounds: list[Round]
@@ -30,7 +32,9 @@ class Decoded:
     seconds: list[float]  # after each round, from the start of the prefill
 
     def seconds_to(self, num_tokens: int) -> float:
-        """Wall time until `num_tokens` tokens were committed; a share of the round in which the last one came."""
+        """Wall time until `num_tokens` tokens were committed; a share of the round in which the
+        last one came.
+        """
         done, before = 0, 0.0
         for step, after in zip(self.rounds, self.seconds, strict=True):
             if done + len(step.tokens) >= num_tokens:
@@ -42,7 +46,13 @@ class Decoded:
 
 
 def timed(
-    decoder: Decoder, prompt: Sequence[int], *, gamma: int, max_new_tokens: int, sampling: Sampling, seed: int
+    decoder: Decoder,
+    prompt: Sequence[int],
+    *,
+    gamma: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
 ) -> Decoded:
     """Decode one prompt, the device synchronised after every round, prefill included."""
     rng = torch.Generator().manual_seed(seed)
@@ -54,7 +64,12 @@ def timed(
     synchronise(device)
     start = time.perf_counter()
     for step in decoder.stream(
-        prompt, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling, rng=rng, counts=counts
+        prompt,
+        gamma=gamma,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        rng=rng,
+        counts=counts,
     ):
         synchronise(device)
         seconds.append(time.perf_counter() - start)
@@ -73,17 +88,23 @@ class Pair:
     def seconds(self) -> tuple[float, float, int]:
         """Wall times to the same number of tokens, that of the shorter output, and that number.
 
-        Greedy outputs are as long as each other but for near ties; sampled ones are different draws of one law and
-        may end at different places.
+        Greedy outputs are as long as each other but for near ties; sampled ones are different draws
+        of one law and may end at different places.
         """
         num_tokens = min(len(self.autoregressive.tokens), len(self.speculative.tokens))
-        return self.autoregressive.seconds_to(num_tokens), self.speculative.seconds_to(num_tokens), num_tokens
+        return (
+            self.autoregressive.seconds_to(num_tokens),
+            self.speculative.seconds_to(num_tokens),
+            num_tokens,
+        )
 
 
 def speedup(pairs: Sequence[Pair], confidence: float) -> Interval:
     """Total autoregressive over total speculative time; interval by resampling prompts (seeded)."""
     times = torch.tensor([pair.seconds()[:2] for pair in pairs], dtype=torch.float64)
-    pick = torch.randint(len(times), (RESAMPLES, len(times)), generator=torch.Generator().manual_seed(0))
+    pick = torch.randint(
+        len(times), (RESAMPLES, len(times)), generator=torch.Generator().manual_seed(0)
+    )
     sums = times[pick].sum(1)
     edges = torch.tensor([(1 - confidence) / 2, 0.5, (1 + confidence) / 2], dtype=torch.float64)
     low, median, high = (sums[:, 0] / sums[:, 1]).quantile(edges).tolist()
@@ -91,11 +112,19 @@ def speedup(pairs: Sequence[Pair], confidence: float) -> Interval:
 
 
 def predicted_speedup(acceptance_length: float, gamma: int, cost: Cost) -> float:
-    """tau / (gamma c + v(gamma + 1)) (Leviathan et al. 2211.17192, theorem 3.8, with v measured instead of 1)."""
+    """tau / (gamma c + v(gamma + 1)) (Leviathan et al. 2211.17192, theorem 3.8, with v measured
+    instead of 1).
+    """
     return acceptance_length / (gamma * cost.c + cost.v[str(gamma + 1)])
 
 
-def measure_cost(target: Engine, drafter: ModelDrafter, gammas: Sequence[int], sampling: Sampling, repeats: int = 15) -> Cost:
+def measure_cost(
+    target: Engine,
+    drafter: ModelDrafter,
+    gammas: Sequence[int],
+    sampling: Sampling,
+    repeats: int = 15,
+) -> Cost:
     """Step times of target and draft, at a context of 128 tokens, medians of interleaved repeats.
 
     A draft step is everything a drafted token costs: forward, law and draw.
@@ -105,12 +134,16 @@ def measure_cost(target: Engine, drafter: ModelDrafter, gammas: Sequence[int], s
     target.prefill(context[:-1])
     drafter.start(context)
     uniform = torch.full((1,), 0.5, device=target.device)
-    runs: dict[str, Callable[[], object]] = {f"v{width}": _target_step(target, width) for width in widths}
+    runs: dict[str, Callable[[], object]] = {
+        f"v{width}": _target_step(target, width) for width in widths
+    }
     runs["draft"] = lambda: _draft_step(drafter, context, sampling, uniform)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats):
         for name, run in runs.items():
-            seconds[name] += measure_seconds(run, device=target.device, warmup=0 if repeat else 3, repeats=1)
+            seconds[name] += measure_seconds(
+                run, device=target.device, warmup=0 if repeat else 3, repeats=1
+            )
     median = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
     step = median["v1"]
     return Cost(
@@ -131,17 +164,22 @@ def _target_step(target: Engine, width: int) -> Callable[[], object]:
     return lambda: target.forward(tokens, positions, longest=CONTEXT + width)
 
 
-def _draft_step(drafter: ModelDrafter, context: list[int], sampling: Sampling, uniform: torch.Tensor) -> object:
+def _draft_step(
+    drafter: ModelDrafter, context: list[int], sampling: Sampling, uniform: torch.Tensor
+) -> object:
     drafter.draft(context, 1, sampling, uniform)
     return None
 
 
 def read_bytes(engine: Engine) -> int:
-    """Bytes of weights that one step reads: every parameter but the rows of an input embedding it does not look up."""
+    """Bytes of weights that one step reads: all but the rows of an input embedding that it does not
+    look up.
+    """
     model = engine.model
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    weights = [*model.parameters(), *model.buffers()]  # int8 weights are buffers
+    total = sum(weight.numel() * weight.element_size() for weight in weights)
     return total if tied else total - embedding.numel() * embedding.element_size()
 
 

@@ -1,7 +1,8 @@
 """Drafts: made from a few of the target's layers, or from a small model of the same tokenizer.
 
-A draft in training is a transformers body, a square map W and a frozen head E: logits = E W x with x the normalised
-output of the body. On export W is folded into the head, so every engine sees a plain untied language model.
+A draft in training is a transformers body, a square map W and a frozen head E: logits = E W x with
+x the normalised output of the body. On export W is folded into the head, so every engine sees a
+plain untied language model.
 """
 
 # T packed positions, D hidden dimension of the draft, E of its head, V vocabulary, H hot ids
@@ -15,12 +16,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from conf.schema import ConfigError, DraftConfig, LayerRule
 from data.batches import Batch
 from data.shards import Row
 from models.decoding.engine import decoder_layers
+from models.packed import PACKED
 
 HOT_VOCAB = "hot_vocab.json"
 
@@ -34,8 +42,12 @@ class DraftModel(nn.Module):
         self.config = model.config
         self.head = head.weight.detach().clone()  # V E, neither trained nor part of the state
         self.body = model.base_model
-        self.map = nn.Linear(head.in_features, head.in_features, bias=False, device=head.weight.device)
+        self.map = nn.Linear(
+            head.in_features, head.in_features, bias=False, device=head.weight.device
+        )
         nn.init.eye_(self.map.weight)
+        if self.config._attn_implementation == "sdpa" and self.head.device.type == "cpu":
+            model.set_attn_implementation(PACKED)
         self.full = [model]  # in a list: a submodule would register the body twice
 
     def forward(self, batch: Batch) -> Tensor:
@@ -43,17 +55,47 @@ class DraftModel(nn.Module):
         out = self.body(
             input_ids=batch.tokens_T.unsqueeze(0),
             position_ids=batch.positions_T.unsqueeze(0),
-            attention_mask=batch.mask(),
+            attention_mask=self._mask(batch),
             use_cache=False,
         )
         return self.map(out.last_hidden_state)
 
+    def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Where attention may look, shape 11TT; one mask per layer type if the model mixes them."""
+        span: int = getattr(self.config, "sliding_window", None) or 0
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        slides = bool(span) and kinds != {"full_attention"}
+        if self.config._attn_implementation == PACKED and not slides:
+            return batch.positions_T.view(1, 1, 1, -1)
+        full = batch.mask()
+        masks = {"full_attention": full}
+        if slides:
+            age_TT = batch.positions_T.unsqueeze(1) - batch.positions_T.unsqueeze(0)
+            masks["sliding_attention"] = full & (age_TT < span)
+        # adds its mask to the scores, so booleans would hide nothing
+        if self.config._attn_implementation == "eager":
+            masks = {
+                kind: torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e9)
+                for kind, mask in masks.items()
+            }
+        if len(kinds) > 1:
+            return masks
+        return masks.get("sliding_attention", masks["full_attention"])
+
     def freeze_embeddings(self) -> None:
         """Leave the input embeddings as they are."""
-        self.body.get_input_embeddings().weight.requires_grad_(False)
+        self.full[0].get_input_embeddings().weight.requires_grad_(False)
 
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, hot_ids: Tensor | None) -> None:
-        """Write a plain transformers folder: weights with the map folded into an untied head, tokenizer, settings."""
+    def export(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        hot_ids: Tensor | None,
+    ) -> None:
+        """Write a plain transformers folder: weights with the map folded into an untied head,
+        tokenizer, settings.
+        """
         config = copy.deepcopy(self.config)
         config.tie_word_embeddings = False
         config.dtype = dtype
@@ -61,7 +103,12 @@ class DraftModel(nn.Module):
         plain.base_model.load_state_dict(self.body.state_dict())
         with torch.no_grad():
             plain.get_output_embeddings().weight.copy_(self.head.float() @ self.map.weight.float())
-        plain.generation_config = copy.deepcopy(self.full[0].generation_config)
+        ids = {
+            key: getattr(self.full[0].generation_config, key)
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
+        # without a target's sampling settings, which may not even save
+        plain.generation_config = GenerationConfig(**ids)
         plain.to(dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if hot_ids is not None:
@@ -72,7 +119,11 @@ class DraftModel(nn.Module):
 def read_hot_ids(folder: Path) -> Tensor | None:
     """Ids that the draft of an exported folder proposes; None: all."""
     path = folder / HOT_VOCAB
-    return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["ids"]) if path.is_file() else None
+    return (
+        torch.tensor(json.loads(path.read_text(encoding="utf-8"))["ids"])
+        if path.is_file()
+        else None
+    )
 
 
 def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:
@@ -91,11 +142,14 @@ def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:
 def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A model of the target's family with only the given layers, weights copied, float32."""
     config: PretrainedConfig = copy.deepcopy(target.config)
+    for key, value in config.to_dict().items():
+        # one entry per layer
+        if "layer" in key and isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, key, [value[i] for i in layers])
     config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
     config.dtype = torch.float32
     draft = AutoModelForCausalLM.from_config(config).float()
+    draft.generation_config = copy.deepcopy(target.generation_config)
     theirs, ours = decoder_layers(target), decoder_layers(draft)
     inside = {id(module) for layer in ours for module in layer.modules()}
     sources = dict(target.named_parameters(remove_duplicate=False))
@@ -110,8 +164,26 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     return draft
 
 
+def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> PreTrainedModel:
+    """Give a small model of the same tokenizer the target's number of ids: both pad their
+    vocabularies as they like.
+
+    Ids that it lacks get a copy of its last row, which is padding already or a token as rare as
+    any.
+    """
+    size = model.config.vocab_size
+    if size != vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        with torch.no_grad():
+            for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+                weight = module.weight
+                assert isinstance(weight, Tensor)
+                weight[size:] = weight[min(size, vocab_size) - 1]
+    return model
+
+
 def final_norm(body: nn.Module) -> nn.Module:
-    """The normalisation after the last layer: the body's last own module that holds only vectors."""
+    """The normalisation after the last layer: the body's last child that holds only vectors."""
     norms = [
         module
         for module in body.children()
@@ -119,19 +191,23 @@ def final_norm(body: nn.Module) -> nn.Module:
         and [parameter.ndim for parameter in module.parameters()] in ([1], [1, 1])
     ]
     if not norms:
-        raise ConfigError(f"{type(body).__name__}: no final normalisation found, so it cannot be warm started. "
-                         "Set draft.warm_start=false.")
+        raise ConfigError(
+            f"{type(body).__name__}: no final normalisation found, so it cannot be warm started. "
+            "Set draft.warm_start=false."
+        )
     return norms[-1]
 
 
 def neutralise(norm: nn.Module) -> None:
-    """Give a normalisation no scale of its own: output of unit mean square, whether it multiplies by w or by 1 + w."""
+    """Give a normalisation no scale of its own: output of unit mean square, whether it multiplies
+    by w or by 1 + w.
+    """
     probe = torch.randn(64, next(norm.parameters()).numel(), device=next(norm.parameters()).device)
     with torch.no_grad():
         for name, parameter in norm.named_parameters():
             parameter.fill_(0.0 if "bias" in name else 1.0)
         if norm(probe).pow(2).mean() > 2:
-            for name, parameter in norm.named_parameters():
+            for parameter in norm.parameters():
                 parameter.fill_(0.0)
 
 
@@ -139,9 +215,9 @@ def neutralise(norm: nn.Module) -> None:
 def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge: float) -> int:
     """Set the map to the ridge regression from the body's output to what the target's head read.
 
-    W = argmin sum |W x - y|^2 + lambda |W|^2 over the given positions, x the draft's normalised output, y the
-    target's; lambda = ridge * mean diagonal of X'X. Sums in float64. Returns the positions used. Needs a draft whose
-    head is the target's.
+    W = argmin sum |W x - y|^2 + lambda |W|^2 over the given positions, x the draft's normalised
+    output, y the target's; lambda = ridge * mean diagonal of X'X. Sums in float64. Returns the
+    positions used. Needs a draft whose head is the target's.
     """
     neutralise(final_norm(draft.body))
     nn.init.eye_(draft.map.weight)
@@ -156,7 +232,8 @@ def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge
         count += len(x)
     if count == 0:
         raise ConfigError(
-            "draft.warm_start=true: no hidden states were recorded. Set generate.warm_start_tokens above 0, or draft.warm_start=false."
+            "draft.warm_start=true: no hidden states were recorded. Set generate.warm_start_tokens"
+            " above 0, or draft.warm_start=false."
         )
     penalty = ridge * xx.diagonal().mean() * torch.eye(size, dtype=torch.float64)
     draft.map.weight.copy_(torch.linalg.solve(xx + penalty, xy).T)
@@ -164,9 +241,11 @@ def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge
 
 
 def rank_vocabulary(rows: Iterable[Row], vocab_size: int) -> Tensor:
-    """Ids by how much of the target's probability they carried, largest first; unseen ids follow by number.
+    """Ids by how much of the target's probability they carried, largest first; unseen ids follow by
+    number.
 
-    Byte-pair vocabularies are numbered by the order of their merges, so a lower number is the likelier unseen id.
+    Byte-pair vocabularies are numbered by the order of their merges, so a lower number is the
+    likelier unseen id.
     """
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for row in rows:

@@ -1,4 +1,6 @@
-"""Stage generate: the target answers the prompts, and its distribution at every generated token is kept."""
+"""Stage generate: the target answers the prompts, and its distribution at every generated token is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import Engine
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
 
-SPLITS = ("validation", "train")  # in the order they are answered: without validation answers nothing can be selected
+# in the order they are answered: without validation answers nothing can be selected
+SPLITS = ("validation", "train")
 REPORT_SECONDS = 20.0
 
 
@@ -38,11 +41,14 @@ class Job:
     category: str
     prompt: list[int]
     temperature: float
+    keep_hidden: bool
 
 
 @dataclass
 class _Writer:
-    """Collects finished rows and writes them in shards; rows with and without hidden states never share a file."""
+    """Collects finished rows and writes them in shards; rows with and without hidden states never
+    share a file.
+    """
 
     folder: Path
     vocab_size: int
@@ -66,7 +72,9 @@ class _Writer:
                 self._write(split, rows)
 
     def _write(self, split: str, rows: list[Row]) -> None:
-        while (path := self.folder / f"{split}-{self.rank:03d}-{self.number:05d}.safetensors").exists():
+        while (
+            path := self.folder / f"{split}-{self.rank:03d}-{self.number:05d}.safetensors"
+        ).exists():
             self.number += 1
         write_shard(path, rows, self.vocab_size)
         rows.clear()
@@ -75,15 +83,23 @@ class _Writer:
 def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     """Answer every prompt of the corpus and record the target's distributions.
 
-    Rerunning continues after the last complete shard; a finished recording of the same configuration is reused, also
-    by other runs. Raises ConfigError when the recording would exceed `generate.max_gib` or the free disk space.
+    Rerunning continues after the last complete shard; a finished recording of the same
+    configuration is reused, also by other runs. Raises ConfigError when the recording would exceed
+    `generate.max_gib` or the free disk space.
     """
     corpus = Corpus.read(run.corpus)
     made_by = determined(config, "generate", "target", corpus=corpus.fingerprint)
     folder = run.shared("lessons", made_by)
     if run.resume(folder, Lessons, made_by) is Resume.complete:
         lessons = Lessons.read(folder)
-        tracker.message(f"generate: {lessons.splits['train'].num_tokens} recorded training tokens are there already.")
+        tracker.message(
+            f"generate: {lessons.splits['train'].num_tokens} recorded training tokens are there"
+            " already."
+        )
+        # another run may have made them: this one used them
+        tracker.artifact(
+            "lessons", folder, uses=["corpus"], metadata={"fingerprint": lessons.fingerprint}
+        )
         return lessons
     set_threads(config.runtime)
     target = open_target(config)
@@ -102,7 +118,7 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     if process_rank() != 0:
         PartialState().wait_for_everyone()
         return Lessons.read(folder)
-    splits, mean_mass = _take_stock(folder, jobs, config)
+    splits, mean_mass = _take_stock(folder, config)
     total = sum(split.num_tokens for split in splits.values())
     lessons = Lessons(
         fingerprint=folder.resolve().name.removeprefix("lessons-"),
@@ -113,14 +129,17 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
         num_skipped_prompts=num_skipped,
         top_k=config.generate.top_k,
         mean_recorded_mass=mean_mass,
-        bytes_per_token=sum(shard.num_bytes for split in splits.values() for shard in split.shards) / max(total, 1),
+        bytes_per_token=sum(shard.num_bytes for split in splits.values() for shard in split.shards)
+        / max(total, 1),
         tokens_per_second=num_tokens / seconds if seconds else 0.0,
         seconds=round(time.perf_counter() - start, 1),
     )
     lessons.write(folder)
     PartialState().wait_for_everyone()
     _show(lessons, tracker)
-    tracker.artifact("lessons", folder, uses=["corpus"], metadata={"fingerprint": lessons.fingerprint})
+    tracker.artifact(
+        "lessons", folder, uses=["corpus"], metadata={"fingerprint": lessons.fingerprint}
+    )
     return lessons
 
 
@@ -129,6 +148,7 @@ def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]
     jobs: list[Job] = []
     num_skipped = 0
     temperatures = config.generate.temperatures
+    room = config.generate.warm_start_tokens  # as if every answer were as long as it may be
     for split in SPLITS:
         for number, prompt in enumerate(read_prompts(run.corpus, split)):
             ids = _render(target, prompt, config)
@@ -137,7 +157,9 @@ def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]
                 continue
             for answer in range(config.generate.answers_per_prompt):
                 temperature = temperatures[(number + answer) % len(temperatures)]
-                jobs.append(Job(len(jobs), split, prompt.category, ids, temperature))
+                room -= config.generate.max_new_tokens if split == "train" else 0
+                keep = split == "train" and room >= 0
+                jobs.append(Job(len(jobs), split, prompt.category, ids, temperature, keep))
     for split in SPLITS:
         require(
             any(job.split == split for job in jobs),
@@ -157,8 +179,6 @@ def _check_size(config: Config, jobs: list[Job], target: Target, folder: Path) -
     """Refuse a recording that cannot fit, before anything is computed."""
     settings = config.generate
     most = len(jobs) * settings.max_new_tokens
-    if settings.num_tokens:
-        most = min(most, settings.num_tokens + settings.batch_size * settings.max_new_tokens)
     per_token = settings.top_k * (4 if target.config.vocab_size <= 2**16 else 6) + 8
     hidden = min(most, settings.warm_start_tokens) * target.config.hidden_size * 2
     gib = (most * per_token + hidden) / 2**30
@@ -171,12 +191,18 @@ def _check_size(config: Config, jobs: list[Job], target: Target, folder: Path) -
     )
     free = shutil.disk_usage(folder).free / 2**30
     require(
-        gib < free, "outputs", config.outputs, f"up to {gib:.2f} GiB would be recorded, {free:.2f} GiB are free", "Make room"
+        gib < free,
+        "outputs",
+        config.outputs,
+        f"up to {gib:.2f} GiB would be recorded, {free:.2f} GiB are free",
+        "Make room",
     )
 
 
 def _finished(folder: Path, tracker: Tracker) -> set[int]:
-    """Numbers of the answers already on disk. A broken shard is removed and its answers are generated again."""
+    """Numbers of the answers already on disk. A broken shard is removed and its answers are
+    generated again.
+    """
     done: set[int] = set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -214,42 +240,47 @@ def _answer_jobs(
         compiled=config.runtime.compile,
     )
     generator = Generator(
-        engine, stop_ids=target.stop_ids, max_new_tokens=settings.max_new_tokens, top_k=settings.top_k
+        engine,
+        stop_ids=target.stop_ids,
+        max_new_tokens=settings.max_new_tokens,
+        top_k=settings.top_k,
     )
     writer = _Writer(folder, target.config.vocab_size, settings.rows_per_shard, rank)
     by_index = {job.index: job for job in missing}
-    state = {"train": 0, "hidden": 0, "all": 0}
-    budget = settings.num_tokens // world if settings.num_tokens else 0
+    # rows decoded together read as far back as the longest of them: alike lengths go together, long
+    # ones first
+    missing.sort(key=lambda job: -len(job.prompt))
+    num_tokens = 0
 
     def requests() -> Iterator[Request]:
         for job in missing:
-            if budget and job.split == "train" and state["train"] >= budget:
-                return
             rng = torch.Generator().manual_seed(hash((config.seed, job.index)) % 2**63)
             uniforms = torch.rand(settings.max_new_tokens, generator=rng)
-            keep = job.split == "train" and state["hidden"] < settings.warm_start_tokens // world
-            yield Request(job.index, job.prompt, job.temperature, uniforms, keep_hidden=keep)
+            yield Request(
+                job.index, job.prompt, job.temperature, uniforms, keep_hidden=job.keep_hidden
+            )
 
     start = last = time.perf_counter()
-    total = budget or len(missing)
-    with tracker.progress("generate", total, "tokens" if budget else "answers") as bar:
+    with tracker.progress("generate", len(mine), "answers") as bar:
+        bar.advance(len(mine) - len(missing))
         for answer in generator.answer(requests()):
             job = by_index[answer.index]
-            if state["all"] == 0:
-                tracker.message("generate: one answer, what is learned between brackets: " + _sample(target, answer))
+            if num_tokens == 0:
+                tracker.message(
+                    "generate: one answer, what is learned between brackets: "
+                    + _sample(target, answer)
+                )
             writer.add(job.split, _row(job, answer))
-            state["all"] += len(answer.tokens)
-            state["hidden"] += len(answer.tokens) if answer.hidden_ND is not None else 0
-            state["train"] += len(answer.tokens) if job.split == "train" else 0
-            bar.advance((len(answer.tokens) if job.split == "train" else 0) if budget else 1)
+            num_tokens += len(answer.tokens)
+            bar.advance()
             now = time.perf_counter()
             if now - last > REPORT_SECONDS:
                 last = now
-                rate = state["all"] / (now - start)
-                tracker.event("generate", {"tokens": state["all"], "tokens_per_second": rate}, step=state["all"])
+                values = {"tokens": num_tokens, "tokens_per_second": num_tokens / (now - start)}
+                tracker.event("generate", values, step=num_tokens)
     writer.close()
     generator.close()
-    return time.perf_counter() - start, state["all"]
+    return time.perf_counter() - start, num_tokens
 
 
 def _sample(target: Target, answer: Answer) -> str:
@@ -275,8 +306,10 @@ def is_looping(tokens: list[int]) -> bool:
     return len(tail) == 32 and any(tail[period:] == tail[:-period] for period in range(1, 9))
 
 
-def _take_stock(folder: Path, jobs: list[Job], config: Config) -> tuple[dict[str, SplitLessons], float]:
-    """Read every shard back and count what is in it; also the mean probability mass the recorded ids cover."""
+def _take_stock(folder: Path, config: Config) -> tuple[dict[str, SplitLessons], float]:
+    """Read every shard back and count what is in it; also the mean probability mass the recorded
+    ids cover.
+    """
     splits = {}
     mass = count = 0.0
     for split in ("train", "validation"):
@@ -287,7 +320,15 @@ def _take_stock(folder: Path, jobs: list[Job], config: Config) -> tuple[dict[str
             rows = read_shard(path)
             content = path.read_bytes()
             tokens = sum(len(row.generated) for row in rows)
-            shards.append(Shard(file=path.name, sha256=hashlib.sha256(content).hexdigest(), num_rows=len(rows), num_tokens=tokens, num_bytes=len(content)))
+            shards.append(
+                Shard(
+                    file=path.name,
+                    sha256=hashlib.sha256(content).hexdigest(),
+                    num_rows=len(rows),
+                    num_tokens=tokens,
+                    num_bytes=len(content),
+                )
+            )
             for row in rows:
                 answer = row.generated.tolist()
                 key = (row.category, tuple(answer))
@@ -320,8 +361,16 @@ def _take_stock(folder: Path, jobs: list[Job], config: Config) -> tuple[dict[str
 
 def _show(lessons: Lessons, tracker: Tracker) -> None:
     columns = ["split", "answers", "tokens", "truncated", "empty", "looping", "duplicates"]
-    rows = [
-        [name, s.num_rows, s.num_tokens, s.num_truncated, s.num_empty, s.num_looping, s.num_duplicates]
+    rows: list[list[str | int]] = [
+        [
+            name,
+            s.num_rows,
+            s.num_tokens,
+            s.num_truncated,
+            s.num_empty,
+            s.num_looping,
+            s.num_duplicates,
+        ]
         for name, s in lessons.splits.items()
     ]
     tracker.table("generate/answers", columns, rows)

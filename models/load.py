@@ -8,11 +8,13 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,12 +27,15 @@ from transformers import (
 
 from conf.schema import Config, ConfigError, Device, RuntimeConfig, TargetConfig, require
 
-CONVERTED = "converted-from.json"  # written last: a cache folder without it is a conversion that was interrupted
+# written last: a cache folder without it is a conversion that was interrupted
+CONVERTED = "converted-from.json"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the target's plain transformers folder (or Hub id) is, its configuration and its tokenizer."""
+    """Where the target's plain transformers folder (or Hub id) is, its configuration and its
+    tokenizer.
+    """
 
     source: str
     revision: str | None
@@ -39,7 +44,7 @@ class Target:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: the tokenizer's EOS and what the model's generation settings add."""
+        """Ids that end an answer: the tokenizer's EOS and what the model's configuration adds."""
         ids: set[int] = set()
         for found in (self.tokenizer.eos_token_id, self.config.eos_token_id):
             ids.update(found if isinstance(found, list) else [] if found is None else [found])
@@ -72,12 +77,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DRAFTSMITH_CACHE", Path.home() / ".cache" / "draftsmith"))
 
 
-def open_target(config: Config) -> Target:
-    """Find the target, converting a GGUF file once; reads its configuration and tokenizer, not its weights."""
+def open_target(config: Config, say: Callable[[str], None] | None = None) -> Target:
+    """Find the target, converting a GGUF file once; reads its configuration and tokenizer, not its
+    weights.
+
+    `say` is told before a conversion, which takes up to a minute.
+    """
     target = config.target
     source, revision = target.path, target.revision
     if target.gguf:
-        source = str(_converted(_gguf_file(target)))
+        source = str(_converted(_gguf_file(target), say))
     is_folder = Path(source).is_dir()
     options: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
     if not is_folder:
@@ -86,10 +95,9 @@ def open_target(config: Config) -> Target:
         model_config = AutoConfig.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError) as failed:
-        reason = str(failed).splitlines()[0]
         raise ConfigError(
-            f"target.path={target.path}: it cannot be loaded ({reason}). Give a Hub id you have access to, or a folder "
-            "with config.json, weights and tokenizer."
+            f"target.path={target.path}: it cannot be loaded ({why_not_loaded(failed)}). Give a Hub"
+            " id you have access to, or a folder with config.json, weights and tokenizer."
         ) from None
     require(
         tokenizer.eos_token_id is not None,
@@ -101,16 +109,34 @@ def open_target(config: Config) -> Target:
     return Target(source, None if is_folder else revision, model_config, tokenizer)
 
 
-def load_model(target: Target, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
+def why_not_loaded(failed: Exception) -> str:
+    """The reason in transformers' long answer to a name that is neither a folder nor on the Hub."""
+    if "repo id must" in str(failed).lower():
+        return "there is no such folder, and it is no Hub id"
+    return str(failed).splitlines()[0].rstrip(".")
+
+
+def load_model(
+    target: Target, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The target's weights."""
-    return load_folder(target.source, dtype=dtype, device=device, revision=target.revision, trust_remote_code=trust_remote_code)
+    return load_folder(
+        target.source,
+        dtype=dtype,
+        device=device,
+        revision=target.revision,
+        trust_remote_code=trust_remote_code,
+    )
 
 
-def load_folder(source: str | Path, *, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:
+def load_folder(
+    source: str | Path, *, dtype: torch.dtype, device: torch.device, **options: Any
+) -> PreTrainedModel:
     """A causal language model from a folder or Hub id, in evaluation mode."""
     options = {key: value for key, value in options.items() if value is not None}
     model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
-    return model.to(device).eval()
+    nn.Module.to(model, device)  # the wrapped method has a signature that type checkers misread
+    return model.eval()
 
 
 def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> dict[str, Any]:
@@ -124,7 +150,9 @@ def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> di
         "num_layers": target.config.num_hidden_layers,
         "hidden_size": target.config.hidden_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        "bytes": sum(
+            parameter.numel() * parameter.element_size() for parameter in model.parameters()
+        ),
         "dtype": str(config.dtype),
     }
 
@@ -133,38 +161,60 @@ def _gguf_file(target: TargetConfig) -> Path:
     """The GGUF file, found in the package's metadata without importing it."""
     if not target.package:
         path = Path(target.path)
-        require(path.is_file(), "target.path", target.path, "there is no such GGUF file", "Give the file's path")
+        require(
+            path.is_file(),
+            "target.path",
+            target.path,
+            "there is no such GGUF file",
+            "Give the file's path",
+        )
         return path
     for file in importlib.metadata.files(target.package) or []:
         if file.name == Path(target.path).name:
             return Path(str(file.locate()))
     raise ConfigError(
-        f"target.path={target.path}: package {target.package} ships no such file. List its files with "
-        f"`pip show -f {target.package}`."
+        f"target.path={target.path}: package {target.package} ships no such file. List its files"
+        f" with `pip show -f {target.package}`."
     )
 
 
-def _converted(gguf: Path) -> Path:
-    """A plain folder made from a GGUF file, kept under its name and the digest of its head and size."""
+def _converted(gguf: Path, say: Callable[[str], None] | None) -> Path:
+    """A plain folder made from a GGUF file, kept under its name and the digest of its head and
+    size.
+    """
     with gguf.open("rb") as file:
         head = file.read(1 << 20)
     digest = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
     folder = cache_folder() / "targets" / f"{gguf.stem}-{digest}"
     if (folder / CONVERTED).is_file():
         return folder
+    if say is not None:
+        say(
+            f"Converting {gguf.name} to a plain folder, once: up to a minute. It is kept in"
+            f" {folder.parent}."
+        )
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
         )
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    (partial / CONVERTED).write_text(json.dumps({"file": gguf.name, "bytes": gguf.stat().st_size}) + "\n")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():
+    (partial / CONVERTED).write_text(
+        json.dumps({"file": gguf.name, "bytes": gguf.stat().st_size}) + "\n"
+    )
+    if folder.exists() and not (folder / CONVERTED).is_file():
         shutil.rmtree(folder)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not (folder / CONVERTED).is_file():
+            raise
+        shutil.rmtree(partial)  # another process was faster, and may be reading its folder
     return folder

@@ -1,12 +1,16 @@
-"""The composition root: composes a configuration and runs stages in order. The only place that reaches every room."""
+"""The composition root: composes a configuration and runs stages in order.
+
+The only place that reaches every room.
+"""
 
 from __future__ import annotations
 
+import difflib
+import errno
 import importlib
-import logging
 import os
+import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +18,13 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.console import Screen, quiet_libraries
 from conf.run import Run, process_rank
-from conf.schema import CONFIG_FOLDER, Config, Stage, UserError, register, typed
+from conf.schema import CONFIG_FOLDER, Config, Stage, UserError, register, setting_names, typed
 from conf.tracking import Tracker, open_tracker
 from conf.validate import validate
 
@@ -30,30 +35,43 @@ STAGES: dict[Stage, tuple[str, str]] = {
     Stage.evaluate: ("eval.evaluate", "evaluate"),
     Stage.publish: ("models.publish", "publish"),
 }
-PIPELINE = (Stage.prepare, Stage.generate, Stage.distill, Stage.evaluate)  # publishing happens only when asked for
+# publishing happens only when asked for
+PIPELINE = (Stage.prepare, Stage.generate, Stage.distill, Stage.evaluate)
 SHARED = {Stage.generate, Stage.distill}  # stages whose work all processes of a launch share
+# errors of a file system that the person at the keyboard can put right; any other OSError is a bug
+REFUSED_BY_THE_DISK = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR),
+    *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+}
 
+SHOW_SETTINGS = "`python -m train --cfg job` shows every setting, conf/schema.py its type and unit."
 
 failures: list[str] = []  # sentences for the end of the command, one per failed job of a multirun
 
 
 def run_stages(config: Config, folder: Path) -> None:
-    """Run the stages that `config.stage` asks for, in order. Raises ConfigError before any model loads."""
+    """Run the stages that `config.stage` asks for, in order.
+
+    Raises ConfigError before any model loads.
+    """
     validate(config)
     run = Run.open(config, folder)
     wanted = PIPELINE if config.stage is Stage.all else (config.stage,)
+    check_ahead(config, wanted)  # before the tracker: a typing error is no run on a dashboard
     with open_tracker(config, run) as tracker:
-        check_ahead(config, wanted)
         for stage in wanted:
             run_stage(stage, config, run, tracker)
 
 
 def check_ahead(config: Config, stages: Sequence[Stage]) -> None:
-    """What can be known of the models before any weights load: the target is there and the draft fits it."""
-    if not {Stage.generate, Stage.distill} & set(stages):
+    """What can be known of the models before any weights load: the target is there, the draft fits.
+
+    A target in a GGUF file is converted here, once, before the first stage.
+    """
+    if set(stages) <= {Stage.prepare, Stage.publish}:
         return
-    validate_models: Callable[[Config], None] = _load("models.check", "validate_models")
-    validate_models(config)
+    validate_models: Callable[..., None] = _load("models.check", "validate_models")
+    validate_models(config, Screen().say if process_rank() == 0 else None)
 
 
 def run_stage(stage: Stage, config: Config, run: Run, tracker: Tracker) -> None:
@@ -65,47 +83,93 @@ def run_stage(stage: Stage, config: Config, run: Run, tracker: Tracker) -> None:
         return
     from accelerate import PartialState
 
-    state = PartialState(timeout=timedelta(hours=12))  # other processes wait while the first one prepares or measures
+    # without cpu=True every process of a launch on CPUs believes that it is alone; the others wait
+    # while the first one prepares or measures
+    on_cpu = _load("models.load", "device_of")(config.runtime).type == "cpu"
+    state = PartialState(cpu=on_cpu, timeout=timedelta(hours=12))
     if stage in SHARED or process_rank() == 0:
         function(config, run, tracker)
     state.wait_for_everyone()
 
 
+def _leave_launch() -> None:
+    """Close the connection to the other processes of a launch."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
 def _load(module: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), name)
 
 
-def _quiet() -> None:
-    """Keep libraries' chatter out of a run's own report; errors still show."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    warnings.filterwarnings("ignore", module="transformers|torch|accelerate")
+def explain(wrong: Exception) -> str | None:
+    """One sentence for an error that the person at the keyboard can put right; None for a bug."""
+    if isinstance(wrong, UserError):
+        return str(wrong)
+    if isinstance(wrong, HydraException | OmegaConfBaseException):
+        return _explain_composition(wrong)
+    if isinstance(wrong, OSError) and wrong.errno in REFUSED_BY_THE_DISK:
+        place = wrong.filename or "the disk"
+        return (
+            f"{place}: {wrong.strerror}. Make room or rights there, or choose another folder with "
+            "outputs=."
+        )
+    return None
+
+
+def _explain_composition(wrong: Exception) -> str:
+    """What hydra and omegaconf say over several lines, in the form of our own errors."""
+    if isinstance(wrong, MissingConfigException) and wrong.options:
+        group, _, option = str(wrong.missing_cfg_file).rpartition("/")
+        return f"{group}={option}: there is no such file. Choose one of {', '.join(wrong.options)}."
+    said = str(wrong).splitlines()
+    if isinstance(wrong, OverrideParseException):
+        reason = next((line for line in reversed(said) if not line.startswith("See http")), "")
+        return f"{wrong.override}: {reason}. Write key=value, in quotes where the shell needs them."
+    if "not in struct" in str(wrong.__cause__):
+        return f"{said[0]} {said[-1].replace('your config', 'a dictionary')}. {SHOW_SETTINGS}"
+    if unknown := re.match(r"Could not override '([^']+)'", said[0]):
+        near = difflib.get_close_matches(unknown[1], setting_names(), 1)
+        meant = f"Did you mean {near[0]}? " if near else ""
+        return f"{unknown[1]}: there is no such setting. {meant}{SHOW_SETTINGS}"
+    cause = str(wrong.__cause__ or wrong).splitlines()
+    if refused := re.match(r"Error merging override (.+)", said[0]):
+        return f"{refused[1]}: {cause[0].rstrip('.')}. {SHOW_SETTINGS}"
+    where = re.search(r"full_key: (\S+)", str(wrong))
+    return f"{where[1]}: {said[0]}. {SHOW_SETTINGS}" if where else " ".join(said[:2])
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_FOLDER, config_name="config")
 def _main(composed: DictConfig) -> None:
     try:
         run_stages(typed(composed), Path(HydraConfig.get().runtime.output_dir))
-    except UserError as wrong:  # raised here, hydra would print a report of its own around it
-        failures.append(str(wrong))
+    except Exception as wrong:  # told here: hydra would print a report of its own around it
+        sentence = explain(wrong)
+        if sentence is None:
+            raise
+        failures.append(sentence)
 
 
 def main() -> None:
-    """`python -m train`: exit code 0, or 2 with one sentence when the configuration or the input is at fault."""
-    _quiet()
+    """`python -m train`: exit code 0, or 2 with one sentence for bad configuration or input."""
+    quiet_libraries()
     register()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach the handler below instead of hydra's exit code 1
+    failures.clear()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach the handler below, not hydra's exit code 1
     try:
         _main()
-    except (HydraException, OmegaConfBaseException) as wrong:
-        cause = wrong.__cause__
-        failures.append(" ".join(dict.fromkeys([*str(wrong).splitlines()[:1], *str(cause or "").splitlines()[:1]])))
-    except OSError as refused:
-        place = refused.filename or "a file"
-        failures.append(f"{place}: {refused.strerror}. Make room or rights there, or choose another folder with outputs=.")
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted. The same command goes on from here.\n")
+        sys.exit(130)
+    except Exception as wrong:
+        sentence = explain(wrong)
+        if sentence is None:
+            raise
+        failures.append(sentence)
+    _leave_launch()
     for failure in failures:
         sys.stderr.write(f"error: {failure}\n")
     if failures:

@@ -1,60 +1,93 @@
-"""Stage distill: a draft learns the recorded distributions. The target is in memory only to copy layers from it."""
+"""Stage distill: a draft learns the recorded distributions. The target is in memory only to copy
+layers from it.
+"""
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from conf.contracts import Acceptance, BeforeAfter, Draft, Lessons
-from conf.run import Resume, Run, determined, fingerprint, process_rank, provenance, write_atomically
-from conf.schema import Config, DraftInit
+from conf.run import (
+    Resume,
+    Run,
+    determined,
+    fingerprint,
+    process_rank,
+    provenance,
+    write_atomically,
+)
+from conf.schema import Config, ConfigError, DraftInit, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
 from data.batches import Batch, collate
 from data.shards import Row, read_split
-from models.draft import DraftModel, choose_layers, from_layers, rank_vocabulary, warm_start
+from models.draft import (
+    DraftModel,
+    choose_layers,
+    fit_vocabulary,
+    from_layers,
+    rank_vocabulary,
+    warm_start,
+)
 from models.load import Target, device_of, load_folder, load_model, open_target, set_threads
 from models.vocab import require_same_tokenizer
-from train.checkpoint import BEST, load_state
+from train.checkpoint import BEST, STATE, load_state
 from train.head import Head
 from train.loop import NUM_COLD, Trainer, evaluate
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
+STARTED = "started.json"  # the configuration that training began with
 
 
 def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
-    """Train a draft on the recorded answers and export the checkpoint with the best validation acceptance.
+    """Train a draft on the recorded answers and export the checkpoint with the best validation
+    acceptance.
 
-    Rerunning continues from the last checkpoint, bit for bit on a CPU; a finished draft of the same configuration is
-    kept as it is.
+    Rerunning continues from the last checkpoint, bit for bit on a CPU; a finished draft of the same
+    configuration is kept as it is.
     """
     lessons = Lessons.read(run.lessons)
-    made_by = determined(config, "draft", "objective", "optim", lessons=lessons.fingerprint, dtype=str(config.runtime.train_dtype))
+    made_by = determined(
+        config,
+        "draft",
+        "objective",
+        "optim",
+        lessons=lessons.fingerprint,
+        dtype=str(config.runtime.train_dtype),
+    )
     if run.resume(run.draft, Draft, made_by) is Resume.complete:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
         return draft
     set_threads(config.runtime)
     run.draft.mkdir(parents=True, exist_ok=True)
+    require_same_start(run, made_by)
     device = device_of(config.runtime)
     target = open_target(config)
     validate_draft_layers(config, target.config.num_hidden_layers)
     train = sorted(read_split(run.lessons, lessons.splits["train"]), key=lambda row: row.index)
-    validation = sorted(read_split(run.lessons, lessons.splits["validation"]), key=lambda row: row.index)
+    validation = sorted(
+        read_split(run.lessons, lessons.splits["validation"]), key=lambda row: row.index
+    )
     model, layers = build(config, target, device)
     hot_ids = None
     if 0 < config.draft.hot_vocab < target.config.vocab_size:
-        hot_ids = rank_vocabulary(train, target.config.vocab_size)[: config.draft.hot_vocab].sort().values
+        hot_ids = (
+            rank_vocabulary(train, target.config.vocab_size)[: config.draft.hot_vocab].sort().values
+        )
     dtype = getattr(torch, str(config.runtime.train_dtype))
-    head = Head(model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk)
+    head = Head(
+        model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk
+    )
     if config.draft.init is DraftInit.layers and config.draft.warm_start:
         count = warm_start(model, _with_hidden(train, device), config.draft.ridge)
         tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
@@ -67,7 +100,9 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
     _announce(tracker, model, trainer, before)
     if trainer.restore(run.draft):
-        tracker.message(f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}.")
+        tracker.message(
+            f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
+        )
     progress = trainer.fit(run.draft, tracker)
     best = load_state(run.draft / BEST)
     assert best is not None
@@ -92,10 +127,43 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     if process_rank() == 0:
         model.export(run.draft / MODEL, target.tokenizer, export_dtype, hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
-        draft.num_bytes = sum(path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors"))
-        draft.write(run.draft)
-    _finish(tracker, run, draft, progress.curve)
+        draft.num_bytes = sum(
+            path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors")
+        )
+        write_atomically(run.draft / "curve.json", json.dumps(progress.curve) + "\n")
+        draft.write(run.draft)  # last: a draft with a manifest is complete
+    _finish(tracker, run, draft)
     return draft
+
+
+def require_same_start(run: Run, made_by: dict[str, Any]) -> None:
+    """Raise ConfigError when the unfinished draft of this folder was begun with another
+    configuration.
+    """
+    path = run.draft / STARTED
+    now = _by_key(as_tree(made_by))
+    if (run.draft / STATE).is_file() and path.is_file():
+        then = _by_key(json.loads(path.read_text("utf-8")))
+        changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+        listed = "; ".join(
+            f"{key}: was {then.get(key)!r}, is now {now.get(key)!r}" for key in changed
+        )
+        if changed:
+            raise ConfigError(
+                f"the unfinished draft of run {run.name} was begun with another configuration"
+                f" ({listed}). Give this run its own name (name=...), restore the values, or remove"
+                f" {run.draft} to start again."
+            )
+    if process_rank() == 0:
+        write_atomically(path, json.dumps(as_tree(made_by), indent=1) + "\n")
+
+
+def _by_key(tree: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        (f"{group}.", value) if isinstance(value, dict) else ("", {group: value})
+        for group, value in tree.items()
+    ]
+    return {prefix + key: value for prefix, group in groups for key, value in group.items()}
 
 
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
@@ -104,7 +172,8 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         name = config.draft.pretrained
         tokenizer = AutoTokenizer.from_pretrained(name)
         require_same_tokenizer(tokenizer, target.tokenizer, name, config.target.path)
-        model = DraftModel(load_folder(name, dtype=torch.float32, device=device))
+        small = load_folder(name, dtype=torch.float32, device=device)
+        model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
         layers: list[int] = []
     else:
         full = load_model(
@@ -114,7 +183,9 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
             trust_remote_code=config.target.trust_remote_code,
         )
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
-        model = DraftModel(from_layers(full, layers).to(device))
+        plain = from_layers(full, layers)
+        nn.Module.to(plain, device)
+        model = DraftModel(plain)
         del full
         gc.collect()
     if not config.draft.train_embeddings:
@@ -122,16 +193,23 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
     return model, layers
 
 
-def _with_hidden(rows: Sequence[Row], device: torch.device, per_batch: int = 8) -> Iterator[tuple[Batch, Tensor]]:
+def _with_hidden(
+    rows: Sequence[Row], device: torch.device, per_batch: int = 8
+) -> Iterator[tuple[Batch, Tensor]]:
     kept = [row for row in rows if row.hidden is not None]
     for start in range(0, len(kept), per_batch):
         part = kept[start : start + per_batch]
-        yield collate(part).to(device), torch.cat([row.hidden for row in part if row.hidden is not None]).to(device)
+        yield (
+            collate(part).to(device),
+            torch.cat([row.hidden for row in part if row.hidden is not None]).to(device),
+        )
 
 
 @torch.no_grad()
 def check_export(folder: Path, model: DraftModel, row: Row, device: torch.device) -> None:
-    """Raise ValueError unless the exported folder, loaded as anybody would, computes what was trained."""
+    """Raise ValueError unless the exported folder, loaded as anybody would, computes what was
+    trained.
+    """
     plain: PreTrainedModel = load_folder(folder, dtype=torch.float32, device=device)
     batch = collate([row]).to(device)
     ours = model(batch)[0] @ model.head.float().T
@@ -139,22 +217,22 @@ def check_export(folder: Path, model: DraftModel, row: Row, device: torch.device
     overlap = torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum(-1).mean()
     if not overlap > 0.95:
         raise ValueError(
-            f"{folder}: the exported draft is not the trained one (their laws overlap by {float(overlap):.3f}). "
-            f"Architecture {type(plain).__name__} post-processes its logits in a way training does not know."
+            f"{folder}: the exported draft is not the trained one (their laws overlap by"
+            f" {float(overlap):.3f}). Architecture {type(plain).__name__} post-processes its logits"
+            " in a way training does not know."
         )
 
 
 def _announce(tracker: Tracker, model: DraftModel, trainer: Trainer, before: Acceptance) -> None:
     trainable = sum(parameter.numel() for parameter in trainer.optimizers.parameters)
     tracker.message(
-        f"distill: {model.config.num_hidden_layers} layers, {trainable / 1e6:.1f}M trainable parameters, "
-        f"{len(trainer.plan)} steps; expected acceptance before the first one {before.value:.4f}."
+        f"distill: {model.config.num_hidden_layers} layers, {trainable / 1e6:.1f}M trainable"
+        f" parameters, {len(trainer.plan)} steps; expected acceptance before the first one"
+        f" {before.value:.4f}."
     )
 
 
-def _finish(tracker: Tracker, run: Run, draft: Draft, curve: list[dict[str, float]]) -> None:
-    if process_rank() == 0:
-        write_atomically(run.draft / "curve.json", json.dumps(copy.deepcopy(curve)) + "\n")
+def _finish(tracker: Tracker, run: Run, draft: Draft) -> None:
     tracker.summary(
         {
             "distill/expected_acceptance_before": draft.expected_acceptance.before.value,
@@ -164,4 +242,6 @@ def _finish(tracker: Tracker, run: Run, draft: Draft, curve: list[dict[str, floa
             "distill/seconds": draft.seconds,
         }
     )
-    tracker.artifact("draft", run.draft, uses=["lessons"], metadata={"fingerprint": draft.fingerprint})
+    tracker.artifact(
+        "draft", run.draft, uses=["lessons"], metadata={"fingerprint": draft.fingerprint}
+    )

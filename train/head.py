@@ -1,11 +1,13 @@
-"""The vocabulary head and the loss, a chunk of positions at a time: memory is flat in positions times vocabulary.
+"""The vocabulary head and the loss, a chunk of positions at a time: memory is flat in positions
+times vocabulary.
 
-The gradient of the features is taken chunk by chunk in the forward pass, while the chunk's logits are still there, so
-nothing is recomputed and nothing of size N x V ever exists.
+The gradient of the features is taken chunk by chunk in the forward pass, while the chunk's logits
+are still there, so nothing is recomputed and nothing of size N x V ever exists.
 
-The normaliser of q over a large vocabulary is the most expensive sum in distilling a small draft. It is computed
-exactly over the hot ids (which carry nearly all of the target's mass), and estimated over the cold ones from a fresh
-uniform sample of them at every step, weighted by (number of cold ids) / (sample size): unbiased for the sum.
+The normaliser of q over a large vocabulary is the most expensive sum in distilling a small draft.
+It is computed exactly over the hot ids (which carry nearly all of the target's mass), and estimated
+over the cold ones from a fresh uniform sample of them at every step, weighted by (number of cold
+ids) / (sample size): unbiased for the sum.
 """
 
 # N supervised positions, n positions of a chunk, H hot ids, E features, K recorded ids
@@ -23,7 +25,8 @@ from data.batches import Batch
 from train.objectives import lump, overlap
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
-ABSENT = -1e4  # log-probability of an id that a law leaves out; finite, so that gradients stay finite
+# log-probability of an id that a law leaves out; finite, so that gradients stay finite
+ABSENT = -1e4
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Sums:
     count: int = 0
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(self.loss + other.loss, self.acceptance + other.acceptance, self.count + other.count)
+        return Sums(
+            self.loss + other.loss, self.acceptance + other.acceptance, self.count + other.count
+        )
 
 
 class Head:
@@ -49,11 +54,21 @@ class Head:
         chunk: positions whose logits are alive at once.
     """
 
-    def __init__(self, weight_VE: Tensor, hot_ids_H: Tensor | None, *, num_cold: int, dtype: torch.dtype, chunk: int):
+    def __init__(
+        self,
+        weight_VE: Tensor,
+        hot_ids_H: Tensor | None,
+        *,
+        num_cold: int,
+        dtype: torch.dtype,
+        chunk: int,
+    ):
         size = len(weight_VE)
         device = weight_VE.device
         self.weight_VE, self.dtype, self.chunk = weight_VE, dtype, chunk
-        self.hot_ids_H = torch.arange(size, device=device) if hot_ids_H is None else hot_ids_H.to(device)
+        self.hot_ids_H = (
+            torch.arange(size, device=device) if hot_ids_H is None else hot_ids_H.to(device)
+        )
         self.weight_HE = weight_VE[self.hot_ids_H].to(dtype)
         self.slot_V = torch.full((size,), -1, dtype=torch.long, device=device)
         self.slot_V[self.hot_ids_H] = torch.arange(len(self.hot_ids_H), device=device)
@@ -61,17 +76,23 @@ class Head:
         self.num_cold = min(num_cold, len(self.cold_ids))
 
     def sample_cold(self, rng: torch.Generator) -> Tensor | None:
-        """Head rows of a fresh uniform sample of cold ids; None when there are none."""
+        """Head rows of a fresh uniform sample of cold ids, of all when they are as few; None when
+        there are none.
+        """
         if not self.num_cold:
             return None
+        if self.num_cold == len(self.cold_ids):
+            return self.weight_VE[self.cold_ids].to(self.dtype)
         pick = torch.randint(len(self.cold_ids), (self.num_cold,), generator=rng)
         return self.weight_VE[self.cold_ids[pick.to(self.cold_ids.device)]].to(self.dtype)
 
-    def laws(self, features_nE: Tensor, batch: Batch, part: slice, cold: Tensor | None) -> tuple[Tensor, Tensor]:
+    def laws(
+        self, features_nE: Tensor, batch: Batch, part: slice, cold: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """log p and log q of the recorded ids and the rest of the vocabulary, n K+1 each.
 
-        Recorded ids that are not hot count as rest. Without a `cold` sample q is the law of our decoder, which
-        proposes hot ids only.
+        Recorded ids that are not hot count as rest. Without a `cold` sample q is the law of our
+        decoder, which proposes hot ids only.
         """
         features = features_nE.to(self.dtype)
         logits_nH = (features @ self.weight_HE.T).float()
@@ -86,7 +107,13 @@ class Head:
         return lump(log_p), lump(log_q)
 
     def backward(
-        self, features_NE: Tensor, batch: Batch, divergence: Divergence, *, scale: float, rng: torch.Generator
+        self,
+        features_NE: Tensor,
+        batch: Batch,
+        divergence: Divergence,
+        *,
+        scale: float,
+        rng: torch.Generator,
     ) -> tuple[Sums, Tensor]:
         """Loss sums, and the gradient of `scale` * (summed loss) in the features."""
         cold = self.sample_cold(rng)
@@ -104,10 +131,11 @@ class Head:
 
     @torch.no_grad()
     def acceptance(self, features_NE: Tensor, batch: Batch) -> Tensor:
-        """sum over recorded ids of min(p, q) at each position, q the law over the hot ids: N values.
+        """sum over recorded ids of min(p, q) at each position, q the law over the hot ids: N
+        values.
 
-        A lower bound of the probability that a token drafted at temperature 1 is accepted: what p and q share beyond
-        the recorded ids is left out.
+        A lower bound of the probability that a token drafted at temperature 1 is accepted: what p
+        and q share beyond the recorded ids is left out.
         """
         values = []
         for start in range(0, len(features_NE), self.chunk):

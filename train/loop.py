@@ -1,4 +1,6 @@
-"""The training loop: packed batches, chunked loss, one global denominator over all processes, exact resume."""
+"""The training loop: packed batches, chunked loss, one global denominator over all processes, exact
+resume.
+"""
 
 # N supervised positions, E features
 
@@ -20,6 +22,7 @@ from conf.schema import Config, UserError
 from conf.tracking import Tracker
 from data.batches import Batch, collate, num_positions, plan_batches
 from data.shards import Row
+from data.statistics import pooled
 from models.draft import DraftModel
 from train.checkpoint import BEST, STATE, load_state, save_state
 from train.head import Head, Sums
@@ -29,6 +32,7 @@ from train.optim import Optimizers, rate_factor
 LOG_SECONDS = 10.0
 NUM_COLD = 1024
 EVAL_TOKENS = 4096
+CONFIDENCE = 0.9
 
 
 class NonFiniteLoss(UserError, ArithmeticError):
@@ -49,7 +53,8 @@ class Progress:
 
 @torch.no_grad()
 def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dtype) -> Acceptance:
-    """Expected acceptance on recorded answers (a lower bound, see Head.acceptance), with a 90% bootstrap interval.
+    """Expected acceptance on recorded answers (a lower bound, see Head.acceptance), with a 90%
+    bootstrap interval.
 
     The interval resamples answers, because positions of one answer are not independent.
     """
@@ -67,16 +72,7 @@ def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dt
             totals.append(float(part.sum()))
             counts.append(len(part))
         pack = []
-    return pooled(totals, counts)
-
-
-def pooled(totals: Sequence[float], counts: Sequence[int], confidence: float = 0.9) -> Acceptance:
-    """sum(totals) / sum(counts) and its bootstrap interval over the entries (seeded, so it is reproducible)."""
-    total, count = torch.tensor(totals, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
-    pick = torch.randint(len(total), (1000, len(total)), generator=torch.Generator().manual_seed(0))
-    means = total[pick].sum(1) / count[pick].sum(1)
-    low, high = means.quantile(torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)).tolist()
-    return Acceptance(value=float(total.sum() / count.sum()), low=low, high=high, count=int(count.sum()))
+    return pooled(totals, counts, CONFIDENCE)
 
 
 def _features(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -89,7 +85,14 @@ def _features(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
 class Trainer:
     """Trains a draft on recorded answers; every process holds the whole draft."""
 
-    def __init__(self, config: Config, model: DraftModel, head: Head, train: Sequence[Row], validation: Sequence[Row]):
+    def __init__(
+        self,
+        config: Config,
+        model: DraftModel,
+        head: Head,
+        train: Sequence[Row],
+        validation: Sequence[Row],
+    ):
         self.config, self.model, self.head = config, model, head
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
@@ -100,7 +103,7 @@ class Trainer:
         settings = config.optim
         plan = plan_batches(
             [num_positions(row) for row in train],
-            tokens_per_batch=max(1, settings.tokens_per_step // self.state.num_processes),
+            tokens_per_step=settings.tokens_per_step,
             seed=config.seed,
             num_epochs=settings.num_epochs,
             num_processes=self.state.num_processes,
@@ -112,11 +115,14 @@ class Trainer:
     def restore(self, folder: Path) -> bool:
         """Go on from a checkpoint; False when there is none."""
         saved = load_state(folder / STATE)
+        self.state.wait_for_everyone()  # before the first process writes the next one
         if saved is None:
             return False
-        self.model.load_state_dict(saved["model"], strict=False)  # frozen weights are rebuilt, not saved
+        # frozen weights are rebuilt, not saved
+        self.model.load_state_dict(saved["model"], strict=False)
         self.optimizers.load_state_dict(saved["optimizers"])
         self.progress = Progress(**saved["progress"])
+        self._last_saved = self.progress.step
         return True
 
     def fit(self, folder: Path, tracker: Tracker) -> Progress:
@@ -142,23 +148,31 @@ class Trainer:
                     since, last = Sums(), now
                 if done.step % settings.evaluate_every == 0 or done.step == len(self.plan):
                     self._validate(folder, tracker)
+        self.state.wait_for_everyone()  # until the first process has written the best weights
         return done
 
     def _step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
         rows = [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
-        count = self._sum_over_processes(torch.tensor([float(sum(len(row.generated) for row in rows))]))
+        count = self._sum_over_processes(
+            torch.tensor([float(sum(len(row.generated) for row in rows))])
+        )
         scale = 1.0 / max(float(count), 1.0)
         rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
-        self.model.train()
+        # no dropout: its random state would be one more thing to resume, and the target had none
+        self.model.eval()
         local = Sums()
         if rows:
             batch = collate(rows).to(self.device)
             features = _features(self.model, batch, self.dtype)
             objective = divergence(self.config.objective, step / len(self.plan))
-            local, gradient = self.head.backward(features.detach(), batch, objective, scale=scale, rng=rng)
+            local, gradient = self.head.backward(
+                features.detach(), batch, objective, scale=scale, rng=rng
+            )
             features.backward(gradient)
-        totals = self._sum_over_processes(torch.tensor([local.loss, local.acceptance, float(local.count)]))
+        totals = self._sum_over_processes(
+            torch.tensor([local.loss, local.acceptance, float(local.count)])
+        )
         self._share_gradients()
         factor = rate_factor(
             step,
@@ -167,19 +181,32 @@ class Trainer:
             decay_share=self.config.optim.decay_share,
         )
         loss = float(totals[0])
-        if not math.isfinite(loss) or not all(torch.isfinite(p.grad).all() for p in self._with_gradient()):
-            raise NonFiniteLoss(
-                f"step {step}: the loss or its gradient is not finite, on answers {[row.index for row in rows]} of the "
-                f"training split. The checkpoint of step {self._last_saved} is kept; lower optim.lr or set "
-                "runtime.train_dtype=float32, and rerun."
+        if not math.isfinite(loss) or not all(
+            torch.isfinite(gradient).all() for gradient in self._gradients()
+        ):
+            answers = sorted(self.train_rows[i].index for share in self.plan[step] for i in share)
+            raise self._non_finite(
+                f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
         norm = self.optimizers.step(factor)
         return Sums(loss, float(totals[1]), int(totals[2])), norm
 
-    _last_saved = 0
+    _last_saved: int | None = None
 
-    def _with_gradient(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.optimizers.parameters if parameter.grad is not None]
+    def _non_finite(self, what: str, where: str) -> NonFiniteLoss:
+        kept = (
+            "No checkpoint was written"
+            if self._last_saved is None
+            else f"The checkpoint of step {self._last_saved} is kept"
+        )
+        return NonFiniteLoss(
+            f"{what} is not finite, on {where}. {kept}. Lower optim.lr or set"
+            " runtime.train_dtype=float32, under a new name=."
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        found = [parameter.grad for parameter in self.optimizers.parameters]
+        return [gradient for gradient in found if gradient is not None]
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
         if self.state.num_processes == 1:
@@ -189,7 +216,9 @@ class Trainer:
         return values.cpu()
 
     def _share_gradients(self) -> None:
-        """Sum gradients over processes: each has already been divided by the global number of tokens."""
+        """Sum gradients over processes: each has already been divided by the global number of
+        tokens.
+        """
         if self.state.num_processes == 1:
             return
         for parameter in self.optimizers.parameters:
@@ -221,22 +250,43 @@ class Trainer:
         """Validate, remember the best weights, save everything."""
         found = evaluate(self.model, self.head, self.validation_rows, self.dtype)
         done = self.progress
-        done.curve.append({"step": done.step, "tokens": done.num_tokens, "expected_acceptance": found.value})
+        if not math.isfinite(found.value):  # before such weights replace the last good ones
+            raise self._non_finite(
+                f"step {done.step}: the draft's distribution", "the validation answers"
+            )
+        done.curve.append(
+            {"step": done.step, "tokens": done.num_tokens, "expected_acceptance": found.value}
+        )
         is_best = found.value > done.best
         if is_best:
             done.best, done.best_step = found.value, done.step
         tracker.event(
             "distill/validation",
-            {"expected_acceptance": found.value, "low": found.low, "high": found.high, "tokens": done.num_tokens},
+            {
+                "expected_acceptance": found.value,
+                "low": found.low,
+                "high": found.high,
+                "tokens": done.num_tokens,
+            },
             step=done.step,
         )
         if self.state.is_main_process:
-            frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-            weights = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
+            frozen = {
+                name
+                for name, parameter in self.model.named_parameters()
+                if not parameter.requires_grad
+            }
+            weights = {
+                name: value for name, value in self.model.state_dict().items() if name not in frozen
+            }
             if is_best:
                 save_state(folder / BEST, {"model": weights, "step": done.step})
             save_state(folder / STATE, self._checkpoint(weights))
         self._last_saved = done.step
 
     def _checkpoint(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {"model": weights, "optimizers": self.optimizers.state_dict(), "progress": vars(self.progress)}
+        return {
+            "model": weights,
+            "optimizers": self.optimizers.state_dict(),
+            "progress": vars(self.progress),
+        }

@@ -1,9 +1,10 @@
 """Divergences between the target's law p and the draft's law q, one value per position.
 
-All take log-probabilities over the same C outcomes (last dimension), in float32, and return nats of the leading
-shape. They serve dense laws (C = V) and recorded ones alike: `lump` turns the recorded top-k ids of a position and
-all the rest of the vocabulary into C = K + 1 outcomes. Merging outcomes can only lower a divergence (data processing
-inequality), so on lumped laws each value is a lower bound of the dense one, and 1 - TV an upper bound of acceptance.
+All take log-probabilities over the same C outcomes (last dimension), in float32, and return nats of
+the leading shape. They serve dense laws (C = V) and recorded ones alike: `lump` turns the recorded
+top-k ids of a position and all the rest of the vocabulary into C = K + 1 outcomes. Merging outcomes
+can only lower a divergence (data processing inequality), so on lumped laws each value is a lower
+bound of the dense one, and 1 - TV an upper bound of acceptance.
 """
 
 # N positions, K recorded ids, C outcomes
@@ -33,7 +34,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(q || p) = sum q log(q / p). Gradient in a draft logit: q_j (log(q_j / p_j) - KL(q || p))."""
+    """KL(q || p) = sum q log(q / p). Gradient in a logit: q_j (log(q_j / p_j) - KL(q || p))."""
     return _sum_p_log(log_q, log_q - log_p)
 
 
@@ -44,7 +45,9 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum min(p, q): the probability that a token drafted from q is accepted (2211.17192, section 3.2)."""
+    """sum min(p, q): the probability that a token drafted from q is accepted (2211.17192, section
+    3.2).
+    """
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
@@ -54,7 +57,9 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def lk_alpha(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """-log sum min(p, q): the gradient of TV divided by the acceptance, so that it does not vanish where q is far off."""
+    """-log sum min(p, q): the gradient of TV divided by the acceptance, so that it does not vanish
+    where q is far off.
+    """
     return -overlap(log_p, log_q).clamp(min=SMALLEST).log()
 
 
@@ -73,7 +78,8 @@ def _sum_p_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
 def divergence(config: ObjectiveConfig, progress: float) -> Callable[[Tensor, Tensor], Tensor]:
     """The divergence to minimise after a share `progress` (0 to 1) of the steps."""
     name = config.divergence
-    if config.finish is not None and progress >= 1 - config.finish_share:
+    # the margin is for rounding: 3/10 is below 1 - 0.7
+    if config.finish is not None and progress >= 1 - config.finish_share - 1e-9:
         name = config.finish
     if name is Divergence.jsd:
         return lambda log_p, log_q: jsd(log_p, log_q, beta=config.beta)

@@ -15,23 +15,38 @@ class Optimizers:
     """Muon for matrices and AdamW for the rest, or AdamW for everything, under one schedule."""
 
     def __init__(self, model: nn.Module, config: OptimConfig):
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.parameters = [parameter for _, parameter in named]
-        matrices, rest = [], []
-        for name, parameter in named:
-            is_matrix = config.name is Optimizer.muon and parameter.ndim == 2 and "embed" not in name
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # of tokens or positions
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for parameter in self.parameters:
+            is_matrix = (
+                config.name is Optimizer.muon
+                and parameter.ndim == 2
+                and id(parameter) not in looked_up
+            )
             (matrices if is_matrix else rest).append(parameter)
         self.members: list[torch.optim.Optimizer] = []
         if matrices:
-            self.members.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay))
+            self.members.append(
+                torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
+            )
         if rest:
             rate = config.adam_lr if config.name is Optimizer.muon else config.lr
-            self.members.append(torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=config.weight_decay))
+            self.members.append(
+                torch.optim.AdamW(
+                    rest, lr=rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+                )
+            )
         self.base = [member.param_groups[0]["lr"] for member in self.members]
         self.clip = config.grad_clip
 
     def step(self, factor: float) -> float:
-        """Clip, update at `factor` times the base rates, clear gradients; returns the gradient norm before clipping."""
+        """Clip, update at `factor` times the base rates, clear gradients; returns the gradient norm
+        before clipping.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         for member, base in zip(self.members, self.base, strict=True):
             member.param_groups[0]["lr"] = base * factor
@@ -50,7 +65,9 @@ class Optimizers:
 
 
 def rate_factor(step: int, num_steps: int, *, warmup_share: float, decay_share: float) -> float:
-    """Share of the base rate at a step (counted from 0): linear warm-up, constant, linear decay to zero."""
+    """Share of the base rate at a step (counted from 0): linear warm-up, constant, linear decay to
+    zero.
+    """
     warm = min(1.0, (step + 1) / max(1.0, warmup_share * num_steps))
     cool = min(1.0, (num_steps - step) / max(1.0, decay_share * num_steps))
     return warm * cool

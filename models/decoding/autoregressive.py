@@ -1,4 +1,6 @@
-"""Batched autoregressive generation that keeps the target's distributions, with continuous batching."""
+"""Batched autoregressive generation that keeps the target's distributions, with continuous
+batching.
+"""
 
 # B rows, V vocabulary, K recorded ids, D hidden dimension, N generated tokens of one answer
 
@@ -16,7 +18,9 @@ from models.decoding.sampling import check_finite, draw_mixed
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer. `uniforms` holds one number per token to draw, so an answer does not depend on its batch."""
+    """A prompt to answer. `uniforms` holds one number per token to draw, so an answer does not
+    depend on its batch.
+    """
 
     index: int
     prompt: list[int]
@@ -27,7 +31,9 @@ class Request:
 
 @dataclass
 class Answer:
-    """Generated ids with the target's distribution at each: un-renormalised top-k log-probabilities at temperature 1."""
+    """Generated ids with the target's distribution at each: un-renormalised top-k log-probabilities
+    at temperature 1.
+    """
 
     index: int
     prompt: list[int]
@@ -50,7 +56,9 @@ class _Row:
 class Generator:
     """Answers requests, `engine.cache.num_rows` at a time; a finished row is replaced at once."""
 
-    def __init__(self, engine: Engine, *, stop_ids: frozenset[int], max_new_tokens: int, top_k: int):
+    def __init__(
+        self, engine: Engine, *, stop_ids: frozenset[int], max_new_tokens: int, top_k: int
+    ):
         self.engine, self.stop_ids = engine, stop_ids
         self.max_new_tokens, self.top_k = max_new_tokens, top_k
         self._hidden = torch.empty(0)
@@ -84,7 +92,9 @@ class Generator:
                         break
                     row = _Row(request)
                     logits = self.engine.prefill(request.prompt, slot).unsqueeze(0)
-                    first = self._advance([row], logits, torch.tensor([request.temperature]), request.uniforms[:1])
+                    first = self._advance(
+                        [row], logits, torch.tensor([request.temperature]), request.uniforms[:1]
+                    )
                     if self._ended(row):
                         yield _answer(row)
                         continue
@@ -96,27 +106,35 @@ class Generator:
                 return
             device = self.engine.device
             logits_BV = self.engine.forward(
-                tokens_B.unsqueeze(1).to(device), lengths_B.unsqueeze(1).to(device), longest=int(lengths_B.max()) + 1
+                tokens_B.unsqueeze(1).to(device),
+                lengths_B.unsqueeze(1).to(device),
+                longest=int(lengths_B.max()) + 1,
             )[:, -1]
             step_B = torch.tensor([len(row.tokens) if row else 0 for row in rows])
             uniform_B = uniforms_BN.gather(1, step_B.unsqueeze(1)).squeeze(1)
             tokens_B = self._advance(rows, logits_BV, temperature_B, uniform_B).cpu()
             for slot in active:
                 lengths_B[slot] += 1
-                row = rows[slot]
-                assert row is not None
-                if self._ended(row):
-                    yield _answer(row)
+                running = rows[slot]
+                assert running is not None
+                if self._ended(running):
+                    yield _answer(running)
                     rows[slot], lengths_B[slot] = None, 0
 
-    def _advance(self, rows: list[_Row | None], logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
+    def _advance(
+        self, rows: list[_Row | None], logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor
+    ) -> Tensor:
         """Draw one token per row and record the distribution it came from."""
         logits_BV = logits_BV.float()
         top_BK = logits_BV.topk(self.top_k, -1)
-        check_finite(top_BK.values, "target")
+        positions = [len(row.request.prompt) + len(row.tokens) - 1 if row else 0 for row in rows]
+        check_finite(top_BK.values.unsqueeze(1), "target", positions)
         device = logits_BV.device
-        tokens_B = draw_mixed(logits_BV, temperature_B.to(device), uniform_B.to(device), top_BK)
-        log_probabilities_BK = (top_BK.values - logits_BV.logsumexp(-1, keepdim=True)).half().cpu()
+        log_z_B1 = logits_BV.logsumexp(-1, keepdim=True)
+        tokens_B = draw_mixed(
+            logits_BV, temperature_B.to(device), uniform_B.to(device), top_BK, log_z_B1
+        )
+        log_probabilities_BK = (top_BK.values - log_z_B1).half().cpu()
         ids_BK = top_BK.indices.int().cpu()
         for slot, (row, token) in enumerate(zip(rows, tokens_B.tolist(), strict=True)):
             if row is None:

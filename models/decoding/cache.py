@@ -1,4 +1,6 @@
-"""A static key-value cache whose rows have their own lengths, in the form transformers models accept."""
+"""A static key-value cache whose rows have their own lengths, in the form transformers models
+accept.
+"""
 
 # B rows, K key-value heads, S capacity, T new positions, D head dimension
 
@@ -11,22 +13,29 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-WINDOW_STEP = 64  # attention reads the cache up to the longest row, rounded up to this
+WINDOW_STEP = 64  # the storage follows the longest row, rounded up to this
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, shape BKSD. New entries are written at each row's own positions.
+    """Keys and values of one layer, shape BKSD. New entries are written at each row's own
+    positions.
 
-    A row's past is what the attention mask admits, so taking tokens back needs no copy: later writes overwrite them.
+    A row's past is what the attention mask admits, so taking tokens back needs no copy: later
+    writes overwrite them. The storage is exactly as long as attention reads: a batched product over
+    a slice of something longer would first copy it, at every step.
     """
 
     is_compileable = True
     is_croppable = True
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
-    def __init__(self, cache: RaggedCache, num_rows: int, num_heads: int, capacity: int, head_dim: int):
+    def __init__(
+        self, cache: RaggedCache, num_rows: int, num_heads: int, window: int, head_dim: int
+    ):
         super().__init__()
-        shape = (num_rows, num_heads, capacity, head_dim)
+        shape = (num_rows, num_heads, window, head_dim)
         self.keys = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
         self.values = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
         self.where = cache.where
@@ -35,76 +44,111 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the storage is allocated in the constructor."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store new entries (BKTD) and return what attention may read."""
         where = self.where
         self.keys[where.rows_B1, :, where.positions_BT] = key_states.transpose(1, 2)
         self.values[where.rows_B1, :, where.positions_BT] = value_states.transpose(1, 2)
         if where.fresh:  # a prefill from position 0 attends to nothing but itself
             return key_states, value_states
-        return self.keys[:, :, : where.window], self.values[:, :, : where.window]
+        return self.keys, self.values
+
+    def resize(self, window: int) -> None:
+        """Make the storage `window` tokens long, keeping what fits."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], window, old.shape[3])
+            kept = min(window, old.shape[2])
+            new[:, :, :kept] = old[:, :, :kept]
+            setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what attention reads; the engine passes finished masks, so this is informative."""
-        return (query_length if self.where.fresh else self.where.window), 0
+        """Length and offset of what attention reads; the engine passes finished masks, so this is
+        informative.
+        """
+        return (query_length if self.where.fresh else self.keys.shape[2]), 0
 
     def get_seq_length(self) -> int:
         """Always 0: positions are given explicitly."""
         return 0
 
     def get_max_length(self) -> int:
-        """Capacity of a row."""
+        """Tokens a row can hold before the storage grows."""
         return self.keys.shape[2]
 
 
 class Where:
-    """Rows and positions of the current call, and how much of the cache it reads."""
+    """Rows and positions of the current call, and whether it starts rows afresh."""
 
-    def __init__(self, num_rows: int, window: int, device: torch.device):
-        self.rows_B1 = torch.arange(num_rows, device=device).unsqueeze(1)
-        self.positions_BT = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-        self.window = window
+    def __init__(self, rows_B1: Tensor):
+        self.rows_B1 = rows_B1
+        self.positions_BT = torch.zeros_like(rows_B1)
         self.fresh = False
 
 
 class RaggedCache(Cache):
     """Keys and values of all layers for `num_rows` rows of at most `capacity` tokens."""
 
-    def __init__(self, config: PretrainedConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.dtype, self.device, self.capacity, self.num_rows = dtype, device, capacity, num_rows
         self.compiled = False
-        self.where = Where(num_rows, capacity, device)
+        self.all_rows_B1 = torch.arange(num_rows, device=device).unsqueeze(1)
+        self.where = Where(self.all_rows_B1)
+        # a device keeps one shape for good, so that recorded kernels stay valid; a CPU pays for
+        # what it reads
+        self.window = min(WINDOW_STEP, capacity) if device.type == "cpu" else capacity
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        super().__init__(
-            layers=[RaggedLayer(self, num_rows, heads, capacity, head_dim) for _ in range(config.num_hidden_layers)]
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        self.views = [LayerView(layer) for layer in self.layers]
+        self.ragged = [
+            RaggedLayer(self, num_rows, heads, self.window, head_dim)
+            for _ in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=list(self.ragged))
+        self.views = [LayerView(layer) for layer in self.ragged]
 
     def place(self, rows_B: Tensor | None, positions_BT: Tensor, longest: int, fresh: bool) -> None:
-        """Announce the next call: which rows and positions it writes, and how far it reads (`longest` tokens)."""
+        """Announce the next call: which rows and positions it writes, and how far it reads
+        (`longest` tokens).
+        """
         where = self.where
-        where.rows_B1 = self.all_rows if rows_B is None else rows_B.unsqueeze(1)
+        where.rows_B1 = self.all_rows_B1 if rows_B is None else rows_B.unsqueeze(1)
         where.positions_BT = positions_BT
-        where.window = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
         where.fresh = fresh
-
-    @property
-    def all_rows(self) -> Tensor:
-        return torch.arange(self.num_rows, device=self.device).unsqueeze(1)
+        needed = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
+        # `longest` of a prefill is that of one row, so only calls over all rows may shrink the
+        # storage, and late
+        if needed > self.window or (
+            rows_B is None and needed < self.window - WINDOW_STEP and self.device.type == "cpu"
+        ):
+            for layer in self.ragged:
+                layer.resize(needed)
+            self.window = needed
 
 
 class LayerView(Cache):
     """One layer of a cache under the interface of a whole cache.
 
-    Every layer gets its own view, so that the code compiled for one layer serves all: nothing in it depends on the
-    layer's number.
+    Every layer gets its own view, so that the code compiled for one layer serves all: nothing in it
+    depends on the layer's number.
     """
 
     def __init__(self, layer: RaggedLayer):
         super().__init__(layers=[layer])
         self.layer = layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store new entries of this layer, whatever number it is called by."""
         return self.layer.update(key_states, value_states)

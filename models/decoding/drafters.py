@@ -16,8 +16,8 @@ from models.decoding.sampling import Sampling, draw, law
 class ModelDrafter:
     """An independent draft model with a cache of its own.
 
-    With `hot_ids` the draft's head has been narrowed to those ids (FR-Spec, 2502.14856): q is zero elsewhere, so the
-    output law stays the target's and the head costs len(hot_ids) / V of its time.
+    With `hot_ids` the draft's head has been narrowed to those ids (FR-Spec, 2502.14856): q is zero
+    elsewhere, so the output law stays the target's and the head costs len(hot_ids) / V of its time.
     """
 
     def __init__(self, engine: Engine, *, vocab_size: int, hot_ids: Tensor | None = None):
@@ -30,10 +30,13 @@ class ModelDrafter:
             self.engine.prefill(list(prompt[:-1]))
         self._cached = len(prompt) - 1
 
-    def draft(self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor) -> tuple[Tensor, Tensor]:
+    def draft(
+        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """`gamma` tokens after `tokens`, one uniform each: ids 1G and laws 1GV."""
         device = self.engine.device
-        # all but the tokens committed since the last call are cached; entries of rejected tokens are overwritten
+        # all but the tokens committed since the last call are cached; entries of rejected tokens
+        # are overwritten
         known = min(self._cached, len(tokens) - 1)
         feed = torch.tensor([list(tokens[known:])], device=device)
         ids: list[Tensor] = []
@@ -42,9 +45,10 @@ class ModelDrafter:
         for step in range(gamma):
             positions = torch.arange(length - feed.shape[1], length, device=device).unsqueeze(0)
             logits = self.engine.forward(feed, positions, longest=length, last_only=True)
-            if self.hot_ids is None:  # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
+            # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
+            if self.hot_ids is None:
                 logits = logits[..., : self.vocab_size]
-            q = law(logits, sampling, side="draft")
+            q = law(logits, sampling, side="draft", first_position=length - 1)
             index = draw(q, uniform_G[step].view(1, 1))
             feed = index if self.hot_ids is None else self.hot_ids[index]
             ids.append(feed)

@@ -1,10 +1,13 @@
-"""Runs a transformers causal language model over a ragged static cache, with compiled layers where that pays.
+"""Runs a transformers causal language model over a ragged static cache, with compiled layers where
+that pays.
 
-Only one decoder layer is compiled, not the model: its code does not depend on the layer's number or weights, so the
-result serves every layer of the target and of a draft made from it, and compiling takes seconds.
+Only one decoder layer is compiled, not the model: its code does not depend on the layer's number or
+weights, so the result serves every layer of the target and of a draft made from it, and compiling
+takes seconds.
 """
 
-# B rows, T new positions, V vocabulary, S readable cache, K key-value heads, G query heads per key-value head
+# B rows, T new positions, V vocabulary, S readable cache, K key-value heads, G query heads per
+# key-value head
 
 from __future__ import annotations
 
@@ -16,29 +19,58 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from conf.schema import UserError
 from models.decoding.cache import RaggedCache
 
 ATTENTION = "draftsmith_ragged"
-FEW_QUERIES = 16  # up to this many query positions a grouped product beats torch's fused attention on a CPU
-RECOMPILE_LIMIT = 64  # shapes of one layer's code: one row or many, one position or several, prefill or not
+# up to this many query positions a grouped product beats torch's fused attention on a CPU
+FEW_QUERIES = 16
+# of attention in some families, not computed here
+UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias")
+# layers up to which compiling the whole model takes no longer than a few single layers do
+SHALLOW = 8
+# shapes of one layer's code: one row or many, one position or several, prefill or not
+RECOMPILE_LIMIT = 64
+
+
+class UnsupportedModel(UserError, ValueError):
+    """A model whose attention this decoder would compute wrongly."""
 
 
 def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, **rest: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of few queries over many keys without repeating the key-value heads; torch's own otherwise.
+    """Attention of few queries over many keys without repeating the key-value heads; torch's own
+    otherwise.
 
-    q has K*G heads and k, v have K: the G query heads that share a key-value head become further query rows.
+    q has K*G heads and k, v have K: the G query heads that share a key-value head become further
+    query rows. Raises UnsupportedModel for models whose attention has further terms.
     """
+    for term in UNKNOWN_TERMS:
+        if rest.get(term) is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: its attention uses {term}, which this decoder does not"
+                " compute. Pick a target or draft of another family."
+            )
     num_rows, num_heads, num_queries, head_dim = q.shape
-    if mask is None or q.device.type != "cpu" or num_queries > FEW_QUERIES or torch.is_grad_enabled():
+    if (
+        mask is None
+        or q.device.type != "cpu"
+        or num_queries > FEW_QUERIES
+        or torch.is_grad_enabled()
+    ):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **rest)
     num_groups = num_heads // k.shape[1]
     q = q.reshape(num_rows, k.shape[1], num_groups * num_queries, head_dim)
@@ -60,24 +92,29 @@ def has_compiler() -> bool:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT
+    )
     return torch.compile(function)
 
 
 class _Dispatch:
-    """Forward of one decoder layer: hands it its own view of a ragged cache, and its compiled code."""
+    """Forward of one decoder layer: gives it its own view of a ragged cache and compiled code."""
 
     def __init__(self, layer: nn.Module, index: int):
         self.layer, self.index, self.plain = layer, index, type(layer).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for key in ("cache", "past_key_values"):
-            held = kwargs.get(key)
-            if isinstance(held, RaggedCache):
-                kwargs[key] = held.views[self.index]
-                run = _compiled(self.plain) if held.compiled else self.plain
-                return run(self.layer, *args, **kwargs)
-        return self.plain(self.layer, *args, **kwargs)
+        # families hand it over under different names (cache, layer_past), GPT-2 by its place
+        given = [*args, *kwargs.values()]
+        held = next((value for value in given if isinstance(value, RaggedCache)), None)
+        if held is None:
+            return self.plain(self.layer, *args, **kwargs)
+        view = held.views[self.index]
+        args = tuple(view if value is held else value for value in args)
+        kwargs = {key: view if value is held else value for key, value in kwargs.items()}
+        run = _compiled(self.plain) if held.compiled else self.plain
+        return run(self.layer, *args, **kwargs)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -86,23 +123,30 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _prepare(model: PreTrainedModel) -> None:
-    """Route the model's layers through `_Dispatch`; calls with other caches keep working as before."""
+    """Route the model's layers through `_Dispatch`; calls with other caches work as before."""
     if getattr(model.config, "_attn_implementation", None) != ATTENTION:
         model.set_attn_implementation(ATTENTION)
     for index, layer in enumerate(decoder_layers(model)):
         if not isinstance(layer.__dict__.get("forward"), _Dispatch):
-            layer.forward = _Dispatch(layer, index)  # type: ignore[method-assign, assignment]
+            layer.forward = _Dispatch(layer, index)
 
 
 class Engine:
-    """A model, a ragged cache of `num_rows` rows of `capacity` tokens, and the one call that advances them."""
+    """A model, a ragged cache of `num_rows` rows of `capacity` tokens, and the one call that
+    advances them.
+    """
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):
         _prepare(model)
         self.model = model.eval()
         self.device = model.device
         self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
-        self.cache.compiled = compiled and (model.device.type != "cpu" or has_compiler())
+        self.compiled = compiled and (model.device.type != "cpu" or has_compiler())
+        # a shallow model is compiled whole: what surrounds its few layers would cost as much as
+        # they do
+        is_shallow = len(decoder_layers(model)) <= SHALLOW
+        self.cache.compiled = self.compiled and not is_shallow
+        self._run = _compiled(model.forward) if self.compiled and is_shallow else model
         self.capacity = capacity
         self._slots_S = torch.arange(capacity, device=model.device)
         names = inspect.signature(model.forward).parameters
@@ -124,16 +168,22 @@ class Engine:
         Args:
             tokens_BT: ids to feed, one line per row.
             positions_BT: their positions; what the cache holds from there on is overwritten.
-            longest: tokens in the longest row after this call (a host integer, so that nothing waits for a device).
-            rows_B: rows of the cache that the lines belong to; all rows, in order, without it.
+            longest: tokens in the longest row after this call (a host integer, so that nothing
+                waits for a device).
+            rows_B: rows of the cache that the lines belong to, only with `fresh`; all rows, in
+                order, without it.
             fresh: the lines start at position 0, so they attend to themselves alone.
             last_only: only the logits of the last position, shape B1V.
         """
         if longest > self.capacity:
-            raise ValueError(f"{longest} tokens do not fit a cache of {self.capacity}: shorten the prompt or raise capacity.")
+            raise ValueError(
+                f"{longest} tokens do not fit a cache of {self.capacity}: shorten the prompt or"
+                " raise capacity."
+            )
+        assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
         self.cache.place(rows_B, positions_BT, longest, fresh)
-        read = tokens_BT.shape[1] if fresh else self.cache.where.window
-        return self.model(
+        read = tokens_BT.shape[1] if fresh else self.cache.window
+        return self._run(
             input_ids=tokens_BT,
             position_ids=positions_BT,
             attention_mask=self._mask(positions_BT, read),
@@ -147,11 +197,15 @@ class Engine:
         tokens_1T = torch.tensor([tokens], device=self.device)
         positions_1T = torch.arange(len(tokens), device=self.device).unsqueeze(0)
         rows_B = torch.tensor([row], device=self.device)
-        logits = self.forward(tokens_1T, positions_1T, longest=len(tokens), rows_B=rows_B, fresh=True, last_only=True)
+        logits = self.forward(
+            tokens_1T, positions_1T, longest=len(tokens), rows_B=rows_B, fresh=True, last_only=True
+        )
         return logits[0, -1]
 
     def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
-        """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the model mixes them."""
+        """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the
+        model mixes them.
+        """
         slots_S = self._slots_S[:read]
         full = (slots_S <= positions_BT.unsqueeze(-1)).unsqueeze(1)
         span = getattr(self.model.config, "sliding_window", None)
@@ -162,8 +216,12 @@ class Engine:
         return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding
 
 
-def measure_seconds(run: Callable[[], object], *, device: torch.device, warmup: int = 2, repeats: int = 7) -> list[float]:
-    """Wall seconds of each repeat after warm-up, the device synchronised around every one, in rising order."""
+def measure_seconds(
+    run: Callable[[], object], *, device: torch.device, warmup: int = 2, repeats: int = 7
+) -> list[float]:
+    """Wall seconds of each repeat after warm-up, the device synchronised around every one, in
+    rising order.
+    """
     seconds = []
     for repeat in range(warmup + repeats):
         synchronise(device)
@@ -184,14 +242,15 @@ def synchronise(device: torch.device) -> None:
 def narrow_head(model: PreTrainedModel, ids_H: Tensor) -> None:
     """Keep only the head rows of `ids_H`: logits then have that many columns, in that order."""
     head = model.get_output_embeddings()
-    small = nn.Linear(head.in_features, len(ids_H), bias=head.bias is not None, device=head.weight.device, dtype=head.weight.dtype)
+    small = nn.Linear(
+        head.in_features,
+        len(ids_H),
+        bias=head.bias is not None,
+        device=head.weight.device,
+        dtype=head.weight.dtype,
+    )
     with torch.no_grad():
         small.weight.copy_(head.weight[ids_H])
         if head.bias is not None:
             small.bias.copy_(head.bias[ids_H])
     model.set_output_embeddings(small.requires_grad_(False))
-
-
-def pad_to(tokens_BT: Tensor, width: int, value: int) -> Tensor:
-    """Tokens padded on the right to a fixed width."""
-    return F.pad(tokens_BT, (0, width - tokens_BT.shape[1]), value=value)

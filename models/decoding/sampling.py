@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,29 +29,35 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature}: it must be a finite number of 0 (greedy) or more.")
+            raise ValueError(
+                f"temperature={self.temperature}: it must be a finite number of 0 (greedy) or more."
+            )
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise ValueError(
-                f"top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}: use top_k >= 0, 0 < top_p <= 1 and "
-                "0 <= min_p < 1."
+                f"top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}: use top_k >= 0, 0 <"
+                " top_p <= 1 and 0 <= min_p < 1."
             )
 
 
-def law(logits_BTV: Tensor, sampling: Sampling, side: str = "model") -> Tensor:
+def law(
+    logits_BTV: Tensor, sampling: Sampling, side: str = "model", first_position: int = 0
+) -> Tensor:
     """The probability law that tokens are drawn from, float32, same shape as the logits.
 
-    softmax(logits / temperature), then restricted to the `top_k` likeliest ids, to the smallest set whose mass
-    reaches `top_p`, and to ids of at least `min_p` times the largest probability, and renormalised. Temperature 0
-    gives the one-hot law of the first most likely id. Equal logits at a cut are all kept, so the law does not depend
-    on their order. Raises NonFiniteLogits when a logit is NaN, naming the `side` (target or draft) and the position.
+    softmax(logits / temperature), then restricted to the `top_k` likeliest ids, to the smallest set
+    whose mass reaches `top_p`, and to ids of at least `min_p` times the largest probability, and
+    renormalised. Temperature 0 gives the one-hot law of the first most likely id. Equal logits at a
+    cut are all kept, so the law does not depend on their order. Raises NonFiniteLogits when a logit
+    is NaN, naming the `side` (target or draft) and the position in the text, where the first T is
+    `first_position`.
     """
     logits = logits_BTV.float()
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
-        check_finite(logits.gather(-1, best), side)
+        check_finite(logits.gather(-1, best), side, first_position)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
     probabilities = torch.softmax(logits / sampling.temperature, -1)
-    check_finite(probabilities[..., :1], side)
+    check_finite(probabilities[..., :1], side, first_position)
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         return probabilities
     return _truncate(probabilities, sampling)
@@ -69,47 +76,78 @@ def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
     return truncated / truncated.sum(-1, keepdim=True)
 
 
-def check_finite(values: Tensor, side: str) -> None:
-    """Raise NonFiniteLogits naming side and position when any value is NaN; one reduction, one sync."""
-    if bool(values.isnan().any()):
-        where = values.isnan().nonzero()[0].tolist()
-        raise NonFiniteLogits(
-            f"{side}: logits are NaN at row {where[0]}, position {where[1] if len(where) > 2 else 0}. "
-            "Check the weights, or load the model in float32."
-        )
+def check_finite(values_BTV: Tensor, side: str, first_position: int | Sequence[int] = 0) -> None:
+    """Raise NonFiniteLogits naming side and position when any value is NaN; one reduction, one
+    sync.
+
+    `first_position` says where in its text the first T stands, for all rows or for each. Without a
+    B there is one row.
+    """
+    if not bool(values_BTV.isnan().any()):
+        return
+    *rows, position, _ = values_BTV.isnan().nonzero()[0].tolist()
+    row = rows[0] if rows else 0
+    first = first_position if isinstance(first_position, int) else first_position[row]
+    raise NonFiniteLogits(
+        f"{side}: logits are NaN at row {row}, position {first + position}. "
+        "Check the weights, or load the model in float32."
+    )
 
 
 def draw(law_BTV: Tensor, uniform_BT: Tensor) -> Tensor:
-    """Token ids drawn by inverting the cumulative law: one uniform in [0, 1) per position, shape BT.
+    """Token ids drawn by inverting the cumulative law: one uniform in [0, 1) per position, shape
+    BT.
 
-    The law needs not be normalised: the uniform is scaled by its sum. An id of probability zero is never drawn.
+    The law needs not be normalised: the uniform is scaled by its sum. An id of probability zero is
+    never drawn.
     """
     cumulative = law_BTV.cumsum(-1)
-    goal = uniform_BT.unsqueeze(-1) * cumulative[..., -1:]
-    index = torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
-    # rounding can put the goal on the very last step of the sum; the last id with mass is then the answer
-    last = law_BTV.shape[-1] - 1 - (law_BTV.flip(-1) > 0).byte().argmax(-1)
-    return torch.minimum(index, last)
+    total = cumulative[..., -1:]
+    # rounding can put the goal on the very last step of the sum, beyond every id with mass
+    goal = (uniform_BT.unsqueeze(-1) * total).minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
 
 
-def draw_mixed(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor, recorded: tuple[Tensor, Tensor]) -> Tensor:
-    """One token per row where every row has its own temperature: the same law as `law` + `draw`, several times faster.
+def draw_mixed(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    uniform_B: Tensor,
+    recorded: tuple[Tensor, Tensor],
+    log_z_B1: Tensor,
+) -> Tensor:
+    """One token per row where every row has its own temperature: the same law as `law` + `draw`,
+    several times faster.
 
-    `recorded` are the top-k (logits, ids) of each row, in falling order. The cumulative law is inverted over those
-    first and over the rest of the vocabulary only for rows whose uniform falls beyond them.
+    `recorded` are the top-k (logits, ids) of each row, in falling order, and `log_z_B1` the
+    logsumexp of its logits. The cumulative law is inverted over those ids first, and over the rest
+    of the vocabulary only for rows whose uniform falls beyond them; only rows at another
+    temperature than 0 and 1 need a normaliser of their own.
     """
     top_BK, ids_BK = recorded
     greedy_B = temperature_B == 0
     inverse_B1 = (1 / temperature_B.where(~greedy_B, 1.0)).unsqueeze(-1)
-    scaled_BV = logits_BV * inverse_B1
-    logsum_B = scaled_BV.logsumexp(-1)
-    cumulative_BK = (top_BK * inverse_B1 - logsum_B.unsqueeze(-1)).exp().cumsum(-1)
+
+    # relative to the largest: at a low temperature the scaled logits are too large for float32 to
+    # tell laws apart
+    def scaled(rows: Tensor) -> Tensor:
+        return (logits_BV[rows] - top_BK[rows, :1]) * inverse_B1[rows]
+
+    logsum_B1 = log_z_B1 - top_BK[:, :1]
+    tempered = (~greedy_B & (temperature_B != 1)).nonzero().squeeze(-1)
+    if len(tempered):
+        logsum_B1[tempered] = scaled(tempered).logsumexp(-1, keepdim=True)
+    cumulative_BK = ((top_BK - top_BK[:, :1]) * inverse_B1 - logsum_B1).exp().cumsum(-1)
     index_B = torch.searchsorted(cumulative_BK, uniform_B.unsqueeze(-1), right=True).squeeze(-1)
-    index_B = index_B.where(~greedy_B, 0)
     tokens_B = ids_BK.gather(-1, index_B.clamp(max=ids_BK.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    beyond = (index_B >= ids_BK.shape[-1]).nonzero().squeeze(-1)
+    # top-k orders equal logits as it likes; the greedy token is the first of them, as in `law`
+    first_B = ids_BK.where(top_BK == top_BK[:, :1], logits_BV.shape[-1]).amin(-1)
+    tokens_B = tokens_B.where(~greedy_B, first_B)
+    beyond = ((index_B >= ids_BK.shape[-1]) & ~greedy_B).nonzero().squeeze(-1)
     if len(beyond):
-        rest = (scaled_BV[beyond] - logsum_B[beyond].unsqueeze(-1)).exp().scatter(-1, ids_BK[beyond], 0.0)
+        whole = (scaled(beyond) - logsum_B1[beyond]).exp()
+        rest = whole.scatter(-1, ids_BK[beyond], 0.0)
+        # by rounding the recorded ids can sum to less than 1 though nothing else has mass
+        rest = rest.where(rest.sum(-1, keepdim=True) > 0, whole)
         mass = cumulative_BK[beyond, -1]
         left = ((uniform_B[beyond] - mass) / (1 - mass)).clamp(0, 1)
         tokens_B[beyond] = draw(rest, left)

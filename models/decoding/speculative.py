@@ -1,6 +1,8 @@
-"""The speculative decoder: draft a few tokens, verify them in one target call, keep what the law allows.
+"""The speculative decoder: draft a few tokens, verify them in one target call, keep what the law
+allows.
 
-With gamma = 0 the same loop is plain autoregressive decoding: the baseline of every speedup is this very code.
+With gamma = 0 the same loop is plain autoregressive decoding: the baseline of every speedup is this
+very code.
 """
 
 # G drafted positions (gamma), V vocabulary
@@ -23,8 +25,9 @@ from models.decoding.verify import chain
 class Counts:
     """Sums over target calls; every rate of the report is a quotient of these.
 
-    Only committed tokens are counted: what follows EOS or the length limit is not committed. A drafted token is
-    tested when all before it in its round were accepted and it lies before the end of the output.
+    Only committed tokens are counted: what follows EOS or the length limit is not committed. A
+    drafted token is tested when all before it in its round were accepted and it lies before the end
+    of the output.
     """
 
     num_tokens: int = 0
@@ -35,9 +38,12 @@ class Counts:
     drafted_at: list[int] = field(default_factory=list)  # rounds that drafted position i
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    calls_by_length: list[int] = field(default_factory=list)  # target calls that committed i + 1 tokens
+    # target calls that committed i + 1 tokens
+    calls_by_length: list[int] = field(default_factory=list)
 
-    def add_round(self, num_drafted: int, num_tested: int, num_accepted: int, num_committed: int) -> None:
+    def add_round(
+        self, num_drafted: int, num_tested: int, num_accepted: int, num_committed: int
+    ) -> None:
         """Count one target call."""
         assert num_accepted <= num_tested <= num_drafted and 1 <= num_committed <= num_drafted + 1
         for held in (self.drafted_at, self.tested_at, self.accepted_at):
@@ -62,8 +68,14 @@ class Counts:
             return [sum(pair) for pair in zip(_padded(a, len(b)), _padded(b, len(a)), strict=True)]
 
         return Counts(
-            *(getattr(self, name) + getattr(other, name) for name in list(Counts.__dataclass_fields__)[:5]),
-            *(summed(getattr(self, name), getattr(other, name)) for name in list(Counts.__dataclass_fields__)[5:]),
+            *(
+                getattr(self, name) + getattr(other, name)
+                for name in list(Counts.__dataclass_fields__)[:5]
+            ),
+            *(
+                summed(getattr(self, name), getattr(other, name))
+                for name in list(Counts.__dataclass_fields__)[5:]
+            ),
         )
 
     @property
@@ -84,12 +96,18 @@ class Counts:
     @property
     def position_acceptance(self) -> list[float]:
         """Rounds accepting at least i tokens over rounds drafting at least i, for i = 1, 2, ..."""
-        return [accepted / max(drafted, 1) for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+        return [
+            accepted / max(drafted, 1)
+            for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
+        ]
 
     @property
     def conditional_acceptance(self) -> list[float]:
         """The same given that position i was tested."""
-        return [accepted / max(tested, 1) for accepted, tested in zip(self.accepted_at, self.tested_at, strict=True)]
+        return [
+            accepted / max(tested, 1)
+            for accepted, tested in zip(self.accepted_at, self.tested_at, strict=True)
+        ]
 
 
 def _padded(values: list[int], length: int) -> list[int]:
@@ -101,12 +119,16 @@ class Drafter(Protocol):
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
-    def draft(self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor) -> tuple[Tensor, Tensor]: ...
+    def draft(
+        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one target call committed: the first `num_accepted` tokens were drafted, the one after is the target's."""
+    """What one target call committed: the first `num_accepted` tokens were drafted, the one after
+    is the target's.
+    """
 
     tokens: list[int]
     num_accepted: int
@@ -117,7 +139,8 @@ class Round:
 class Decoder:
     """A target and, for gamma > 0, a drafter. One prompt at a time.
 
-    `stop_ids` end an output and are part of it. Uniforms come from `rng`, so equal seeds give equal outputs.
+    `stop_ids` end an output and are part of it. Uniforms come from `rng`, so equal seeds give equal
+    outputs.
     """
 
     target: Engine
@@ -125,13 +148,24 @@ class Decoder:
     stop_ids: frozenset[int]
 
     def decode(
-        self, prompt: Sequence[int], *, gamma: int, max_new_tokens: int, sampling: Sampling, rng: torch.Generator
+        self,
+        prompt: Sequence[int],
+        *,
+        gamma: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        rng: torch.Generator,
     ) -> tuple[list[int], Counts]:
         """The whole output and its counts."""
         tokens: list[int] = []
         counts = Counts()
         for step in self.stream(
-            prompt, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling, rng=rng, counts=counts
+            prompt,
+            gamma=gamma,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            rng=rng,
+            counts=counts,
         ):
             tokens += step.tokens
         assert counts.num_tokens == len(tokens) and counts.num_tested <= counts.num_drafted
@@ -149,33 +183,45 @@ class Decoder:
     ) -> Iterator[Round]:
         """Yield what each target call commits, until a stop id or the length limit.
 
-        Raises ValueError when prompt and output do not fit the target's cache, FloatingPointError on NaN logits.
+        Raises ValueError when prompt and output do not fit the target's cache, FloatingPointError
+        on NaN logits.
         """
         drafter = self._check(prompt, gamma, max_new_tokens)
         counts = Counts() if counts is None else counts
         device = self.target.device
         tokens = list(prompt)
         end = len(prompt) + max_new_tokens
-        # the prompt's last token is left for the first round, which then verifies drafts like every other
+        # the prompt's last token is left for the first round, which then verifies drafts like every
+        # other
         if len(prompt) > 1:
             self.target.prefill(tokens[:-1])
         if gamma:
             drafter.start(prompt)
         while len(tokens) < end:
-            width = min(gamma, end - len(tokens) - 1)  # a token beyond the limit would never be committed
+            # a token beyond the limit would never be committed
+            width = min(gamma, end - len(tokens) - 1)
             uniform = torch.rand(2 * width + 1, generator=rng, device=rng.device).to(device)
             if width:
                 drafted_1G, q = drafter.draft(tokens, width, sampling, uniform[width + 1 :])
             else:
-                drafted_1G, q = torch.empty(1, 0, dtype=torch.long, device=device), torch.empty(1, 0, 0, device=device)
+                drafted_1G, q = (
+                    torch.empty(1, 0, dtype=torch.long, device=device),
+                    torch.empty(1, 0, 0, device=device),
+                )
             last = torch.tensor([[tokens[-1]]], device=device)
-            positions = torch.arange(len(tokens) - 1, len(tokens) + width, device=device).unsqueeze(0)
+            positions = torch.arange(len(tokens) - 1, len(tokens) + width, device=device).unsqueeze(
+                0
+            )
             logits = self.target.forward(
                 torch.cat([last, drafted_1G], 1), positions, longest=len(tokens) + width
             )
-            p = law(logits, sampling, side="target")
-            verdict = chain(p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[width : width + 1])
-            num_accepted, *emitted = torch.cat([verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]).tolist()
+            p = law(logits, sampling, side="target", first_position=len(tokens) - 1)
+            verdict = chain(
+                p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[width : width + 1]
+            )
+            num_accepted, *emitted = torch.cat(
+                [verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]
+            ).tolist()
             new = [*emitted[:num_accepted], emitted[-1]]
             stop = next((i for i, token in enumerate(new) if token in self.stop_ids), None)
             new = new if stop is None else new[: stop + 1]
@@ -191,10 +237,12 @@ class Decoder:
         if gamma < 0 or (gamma and self.drafter is None):
             raise ValueError(f"gamma={gamma}: use 0 without a draft and 1 or more with one.")
         if not prompt:
-            raise ValueError("prompt: it is empty; a target needs a token to start from, for example its BOS.")
+            raise ValueError(
+                "prompt: it is empty; a target needs a token to start from, for example its BOS."
+            )
         if len(prompt) + max_new_tokens > self.target.capacity:
             raise ValueError(
-                f"prompt of {len(prompt)} tokens + {max_new_tokens} new ones exceed the context of {self.target.capacity}. "
-                "Shorten the prompt or lower max_new_tokens."
+                f"prompt of {len(prompt)} tokens + {max_new_tokens} new ones exceed the context of"
+                f" {self.target.capacity}. Shorten the prompt or lower max_new_tokens."
             )
         return self.drafter  # type: ignore[return-value]

@@ -15,13 +15,17 @@ RESIDUAL_FLOOR = 1e-6  # below this the residual mass is rounding noise of float
 
 
 class Verdict(NamedTuple):
-    """`num_accepted` drafted tokens are kept, then `next_token` is emitted (a correction, or the bonus token)."""
+    """`num_accepted` drafted tokens are kept, then `next_token` is emitted (a correction, or the
+    bonus token).
+    """
 
     num_accepted_B: Tensor
     next_token_B: Tensor
 
 
-def chain(p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_B: Tensor) -> Verdict:
+def chain(
+    p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_B: Tensor
+) -> Verdict:
     """Speculative sampling of a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
     Args:
@@ -31,8 +35,9 @@ def chain(p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_
         uniform_BG: one independent uniform per drafted position.
         uniform_B: one more, for the token emitted at the end.
 
-    Position i is accepted when u_i < p_i(x_i) / q_i(x_i). At the first rejection y ~ norm((p_i - q_i)+) is emitted,
-    and y ~ p_{G+1} when all are accepted. The emitted tokens follow the target's law exactly.
+    Position i is accepted when u_i < p_i(x_i) / q_i(x_i). At the first rejection y ~ norm((p_i -
+    q_i)+) is emitted, and y ~ p_{G+1} when all are accepted. The emitted tokens follow the target's
+    law exactly.
     """
     num_drafted = drafted_BG.shape[1]
     at_draft = drafted_BG.unsqueeze(-1)
@@ -46,7 +51,10 @@ def chain(p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_
         return Verdict(num_accepted_B, draw(p_BV.unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1))
     q_BV = q[rows, num_accepted_B.clamp(max=num_drafted - 1)]
     rejected_B1 = (num_accepted_B < num_drafted).unsqueeze(-1)
-    return Verdict(num_accepted_B, draw(residual(p_BV, q_BV, rejected_B1).unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1))
+    return Verdict(
+        num_accepted_B,
+        draw(residual(p_BV, q_BV, rejected_B1).unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1),
+    )
 
 
 def residual(p_BV: Tensor, q_BV: Tensor, rejected_B1: Tensor) -> Tensor:

@@ -1,0 +1,135 @@
+"""Target and exported draft, loaded as a user would, and the text of what they decode together."""
+
+# H ids the draft proposes
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from conf.schema import Config
+from models.decoding.drafters import ModelDrafter
+from models.decoding.engine import Engine, narrow_head
+from models.decoding.quantized import quantize
+from models.decoding.speculative import Decoder, Round
+from models.draft import read_hot_ids
+from models.load import Target, device_of, load_folder, load_model, open_target
+
+UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
+
+
+@dataclass
+class ModelPair:
+    """Both models loaded from disk, one engine each, one decoder."""
+
+    target: Target
+    model: PreTrainedModel
+    draft: PreTrainedModel
+    hot_ids_H: Tensor | None
+    drafter: ModelDrafter
+    decoder: Decoder
+
+    @classmethod
+    def load(cls, config: Config, folder: Path, capacity: int) -> ModelPair:
+        """The target of `config` and the draft exported to `folder`, with room for `capacity`
+        tokens.
+        """
+        device, dtype = device_of(config.runtime), getattr(torch, str(config.target.dtype))
+        target = open_target(config)
+        trust = config.target.trust_remote_code
+        model = load_model(target, dtype=dtype, device=device, trust_remote_code=trust)
+        int8 = config.runtime.int8_draft
+        draft, hot_ids_H = load_draft(folder, dtype, device, int8=int8)
+        compiled = config.runtime.compile
+        drafter = ModelDrafter(
+            Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
+            vocab_size=target.config.vocab_size,
+            hot_ids=hot_ids_H,
+        )
+        engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
+        decoder = Decoder(engine, drafter, target.stop_ids)
+        return cls(target, model, draft, hot_ids_H, drafter, decoder)
+
+
+def load_draft(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = True
+) -> tuple[PreTrainedModel, Tensor | None]:
+    """An exported draft as our decoder runs it, and the ids it proposes (None: all).
+
+    Its head is narrowed to those ids, and on a CPU its bfloat16 weights become int8.
+    """
+    draft = load_folder(folder, dtype=dtype, device=device)
+    hot_ids_H = read_hot_ids(folder)
+    if hot_ids_H is not None:
+        hot_ids_H = hot_ids_H.to(device)
+        narrow_head(draft, hot_ids_H)
+    if int8 and device.type == "cpu":
+        quantize(draft)
+    return draft, hot_ids_H
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that one token completed, and where that token came from: draft, correction or bonus."""
+
+    text: str
+    kind: str
+
+
+@dataclass
+class Pieces:
+    """Turns committed tokens into text as they come; the pieces joined are the text of all tokens.
+
+    The bytes of one character may be spread over tokens. They are held back until the character is
+    complete and then belong to the token that completed it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    skip_special_tokens: bool = False
+    _tokens: list[int] = field(default_factory=list)
+    _told: int = 0  # tokens whose text has been given out
+    _before: int = 0  # where the last piece starts: decoded along, for a space may depend on it
+    _kind: str = "draft"
+
+    def of_round(self, step: Round) -> Iterator[Piece]:
+        """The pieces that a round completed."""
+        for place, token in enumerate(step.tokens):
+            if place < step.num_accepted:
+                self._kind = "draft"
+            else:
+                everything = step.num_accepted == step.num_drafted
+                self._kind = "bonus" if everything else "correction"
+            self._tokens.append(token)
+            piece = self._new_text()
+            if not piece.endswith(UNFINISHED):
+                self._give_out()
+                if piece:
+                    yield Piece(piece, self._kind)
+
+    def rest(self) -> Iterator[Piece]:
+        """At the end: what no further token completed."""
+        piece = self._new_text()
+        self._give_out()
+        if piece:
+            yield Piece(piece, self._kind)
+
+    def _new_text(self) -> str:
+        told = self._decode(self._tokens[self._before : self._told])
+        return self._decode(self._tokens[self._before :])[len(told) :]
+
+    def _give_out(self) -> None:
+        self._before, self._told = self._told, len(self._tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self.tokenizer.decode(
+            tokens,
+            skip_special_tokens=self.skip_special_tokens,
+            clean_up_tokenization_spaces=False,  # it would change text that was given out already
+        )
+        assert isinstance(text, str)
+        return text
