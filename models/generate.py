@@ -24,7 +24,7 @@ from data.chat import render_prompt, show_supervision
 from data.prepare import read_prompts
 from data.shards import Row, ShardError, read_shard, write_shard
 from models.decoding.autoregressive import Answer, Generator, Request
-from models.decoding.engine import Engine
+from models.decoding.engine import SHALLOW, Engine
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
 
 # in the order they are answered: without validation answers nothing can be selected
@@ -237,7 +237,8 @@ def _answer_jobs(
         model,  # type: ignore[arg-type]
         num_rows=min(settings.batch_size, len(missing)),
         capacity=-(-capacity // 64) * 64,
-        compiled=config.runtime.compile,
+        # a shallow model is compiled whole, and then the hook that keeps hidden states may not run
+        compiled=config.runtime.compile and target.config.num_hidden_layers > SHALLOW,
     )
     generator = Generator(
         engine,

@@ -41,6 +41,11 @@ class Recorder:
         self.tables: dict[str, list[Sequence[Any]]] = {}
         self.events: dict[str, Mapping[str, Any]] = {}
         self.advanced = 0
+        self.artifacts: list[str] = []
+
+    def artifact(self, kind: str, folder: Path) -> None:
+        assert folder.is_dir()
+        self.artifacts.append(kind)
 
     def message(self, text: str) -> None:
         self.messages.append(text)

@@ -109,7 +109,7 @@ def test_the_wandb_run_is_the_runs(run: Run) -> None:
     part = only_part(run)
     assert (part.name, part.project, part.tags) == ("toy run=1", "tests", ["unit"])
     assert part.id == (run.folder / "wandb_id").read_text()
-    assert part.config["optim"]["name"] == "muon"
+    assert part.config["optim"]["name"] == "adamw"
     assert part.exit_code == 0
 
 
