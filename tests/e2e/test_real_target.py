@@ -37,7 +37,8 @@ def test_the_smoke_recipe_gives_sane_figures(tmp_path: Path) -> None:
 
     assert report.target["vocab_size"] == 49152
     assert report.target["num_layers"] == 30
-    assert report.draft["parameters"] < report.target["parameters"] / 2
+    # what a step reads decides its time; embeddings are most of a small draft and are looked up
+    assert report.cost.draft_bytes < report.cost.target_bytes / 4
     assert lessons.mean_recorded_mass > 0.8  # 48 ids hold most of this target's mass
 
     # the warm start from a thousand positions; nothing of the target's layers alone gives 0.01
