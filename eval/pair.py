@@ -57,7 +57,7 @@ class ModelPair:
 
 
 def load_draft(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = True
+    folder: str | Path, dtype: torch.dtype, device: torch.device, *, int8: bool = True
 ) -> tuple[PreTrainedModel, Tensor | None]:
     """An exported draft as our decoder runs it, and the ids it proposes (None: all).
 

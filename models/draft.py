@@ -116,9 +116,9 @@ class DraftModel(nn.Module):
             (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def read_hot_ids(folder: Path) -> Tensor | None:
+def read_hot_ids(folder: str | Path) -> Tensor | None:
     """Ids that the draft of an exported folder proposes; None: all."""
-    path = folder / HOT_VOCAB
+    path = Path(folder) / HOT_VOCAB
     return (
         torch.tensor(json.loads(path.read_text(encoding="utf-8"))["ids"])
         if path.is_file()
