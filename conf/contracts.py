@@ -35,6 +35,7 @@ class Provenance:
     created: str  # ISO 8601, UTC
     packages: dict[str, str]
     seconds: float = 0.0
+    peak_memory_gib: float = 0.0  # largest resident memory of the process that made it, until then
 
 
 @dataclass(kw_only=True)

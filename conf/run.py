@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -85,7 +86,14 @@ def provenance(seed: int, device: str, seconds: float = 0.0) -> Provenance:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         packages=versions,
         seconds=round(seconds, 1),
+        peak_memory_gib=peak_memory_gib(),
     )
+
+
+def peak_memory_gib() -> float:
+    """Largest resident memory of this process so far, in GiB."""
+    per_gib = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, others KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_gib
 
 
 def _command() -> list[str]:

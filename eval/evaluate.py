@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,7 +27,15 @@ from conf.contracts import (
     Report,
     Result,
 )
-from conf.run import Resume, Run, determined, fingerprint, process_rank, provenance
+from conf.run import (
+    Resume,
+    Run,
+    determined,
+    fingerprint,
+    peak_memory_gib,
+    process_rank,
+    provenance,
+)
 from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import render_prompt
@@ -132,7 +139,10 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
             "distill": draft_manifest.provenance.seconds,
             "evaluate": round(time.perf_counter() - start, 1),
         },
-        peak_memory_gib=peak_memory_gib(),
+        peak_memory_gib=max(
+            peak_memory_gib(),
+            *(made.provenance.peak_memory_gib for made in (corpus, lessons, draft_manifest)),
+        ),
         training_curve=json.loads((run.draft / "curve.json").read_text(encoding="utf-8")),
     )
     if process_rank() == 0:
@@ -407,11 +417,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def peak_memory_gib() -> float:
-    """Largest resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def publish_figures(report: Report, run: Run, tracker: Tracker) -> None:

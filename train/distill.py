@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
         return draft
+    start = time.perf_counter()
     set_threads(config.runtime)
     run.draft.mkdir(parents=True, exist_ok=True)
     require_same_start(run, made_by)
@@ -103,6 +105,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         tracker.message(
             f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
         )
+    earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
     best = load_state(run.draft / BEST)
     assert best is not None
@@ -131,6 +134,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
             path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors")
         )
         write_atomically(run.draft / "curve.json", json.dumps(progress.curve) + "\n")
+        draft.provenance.seconds = round(earlier + time.perf_counter() - start, 1)
         draft.write(run.draft)  # last: a draft with a manifest is complete
     _finish(tracker, run, draft)
     return draft

