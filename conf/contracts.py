@@ -260,6 +260,8 @@ class Result:
     num_prompts: int
     num_tokens: int
     num_target_calls: int
+    target_call_widths: list[int]  # target calls that read 1, 2, ... tokens
+    num_draft_steps: int  # of the draft model; a lookup takes none
     num_drafted: int
     num_tested: int
     num_accepted: int
@@ -291,6 +293,7 @@ class Report(Manifest):
     cost: Cost
     expected_acceptance: ExpectedAcceptance
     results: list[Result]
+    with_lookup: list[Result]  # the draft beside prompt lookup; gamma is how far a lookup drafts
     best: Result  # greedy, category "all", highest median speedup
     verdict: str  # one sentence: the speedup, or why there is none
     warnings: list[str]

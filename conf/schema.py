@@ -72,6 +72,11 @@ class Divergence(StrEnum):
     lk_lambda = "lk_lambda"
 
 
+class Verification(StrEnum):
+    chain = "chain"  # token by token (Leviathan et al.)
+    block = "block"  # the drafted tokens together: the same law, accepting at least as many
+
+
 class Optimizer(StrEnum):
     adamw = "adamw"
     muon = "muon"
@@ -387,7 +392,10 @@ class EvalConfig:
     prompts_per_category: int = 4
     max_new_tokens: int = 48
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    gammas: list[int] = field(default_factory=lambda: [1, 2, 3])
+    gammas: list[int] = field(default_factory=lambda: [1, 2])
+    # the draft is also measured beside prompt lookup, which drafts up to so many tokens; 0: not
+    lookup_gamma: int = 4
+    verification: Verification = Verification.block  # at temperature > 0
     repeats: int = 1  # timed passes over each prompt and setting
     confidence: float = 0.9
 
@@ -400,6 +408,13 @@ class EvalConfig:
                 "a draft of no tokens drafts nothing",
                 "Use 1 or more",
             )
+        require(
+            self.lookup_gamma == 0 or self.lookup_gamma >= min(self.gammas, default=1),
+            "eval.lookup_gamma",
+            self.lookup_gamma,
+            "prompt lookup drafts at least as far as the draft model",
+            "Use 0 to leave it out, or at least the smallest of eval.gammas",
+        )
         require(
             len(self.gammas) > 0,
             "eval.gammas",

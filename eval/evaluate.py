@@ -10,7 +10,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from conf.contracts import (
     Cost,
     Draft,
     ExpectedAcceptance,
+    Interval,
     Lessons,
     Prompt,
     Rates,
@@ -36,7 +37,7 @@ from conf.run import (
     process_rank,
     provenance,
 )
-from conf.schema import Config
+from conf.schema import Config, EvalConfig
 from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split
@@ -46,9 +47,10 @@ from eval.pair import ModelPair, Pieces, load_draft
 from eval.report import write_report
 from eval.speed import Decoded, Pair, measure_cost, predicted_speedup, speedup, timed
 from eval.table import summary_table
+from models.decoding.drafters import CombinedDrafter, LookupDrafter
 from models.decoding.engine import has_compiler
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts
+from models.decoding.speculative import Counts, Decoder
 from models.load import Target, describe, set_threads
 
 ALL = "all"
@@ -91,11 +93,12 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     set_threads(config.runtime)
     torch.manual_seed(config.seed)
     settings = config.eval
-    capacity = -(-(MAX_PROMPT_TOKENS + settings.max_new_tokens + max(settings.gammas)) // 64) * 64
+    longest = max(*settings.gammas, settings.lookup_gamma)
+    capacity = -(-(MAX_PROMPT_TOKENS + settings.max_new_tokens + longest) // 64) * 64
     models = ModelPair.load(config, run.draft / "model", capacity)
     questions = ask(config, models.target)
     compile_seconds = warm_up(models, questions, config, tracker)
-    cost = measure_cost(models.decoder.target, models.drafter, settings.gammas, Sampling(0.0))
+    cost = measure_cost(models.decoder.target, models.drafter, longest, Sampling(0.0))
     cost.compile_seconds = compile_seconds
     tracker.event(
         "evaluate/cost",
@@ -103,15 +106,9 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         | {f"v_{width}": value for width, value in cost.v.items()},
     )
     expected = expect(config, models, run, lessons, tracker)
-    results, answers, samples = decode_all(config, models, questions, cost, tracker)
-    best = max(
-        (
-            row
-            for row in results
-            if row.category == ALL and row.temperature == min(settings.temperatures)
-        ),
-        key=lambda row: row.speedup.median,
-    )
+    results, with_lookup, answers, samples = decode_all(config, models, questions, cost, tracker)
+    best = best_of(results, min(settings.temperatures))
+    assert best is not None
     report = Report(
         fingerprint=fingerprint(made_by),
         determined_by=made_by,
@@ -129,8 +126,9 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         cost=cost,
         expected_acceptance=expected,
         results=results,
+        with_lookup=with_lookup,
         best=best,
-        verdict=verdict(best, cost),
+        verdict=verdict(best, best_of(with_lookup, best.temperature), cost),
         warnings=check_estimate(models, answers, results, settings.confidence),
         samples=samples,
         seconds_by_stage={
@@ -180,10 +178,10 @@ def warm_up(
     if config.runtime.compile and models.model.device.type == "cpu" and not has_compiler():
         tracker.message("evaluate: no C++ compiler was found, so decoding runs uncompiled.")
     start = time.perf_counter()
-    for gamma in (0, *config.eval.gammas):
+    for decoder, gamma in [(models.decoder, 0), *decoders(models, config.eval)]:
         for question in questions[:2]:
             timed(
-                models.decoder,
+                decoder,
                 question.prompt,
                 gamma=gamma,
                 max_new_tokens=12,
@@ -233,63 +231,84 @@ def expect(
     )
 
 
+def decoders(models: ModelPair, settings: EvalConfig) -> list[tuple[Decoder, int]]:
+    """What is measured: the draft alone at each draft length, and beside prompt lookup."""
+    plain = replace(models.decoder, rule=settings.verification)
+    found = [(plain, gamma) for gamma in settings.gammas]
+    if settings.lookup_gamma:
+        lookup = LookupDrafter(
+            vocab_size=models.drafter.vocab_size, device=models.decoder.target.device
+        )
+        drafter = CombinedDrafter(models.drafter, lookup, model_gamma=min(settings.gammas))
+        found.append((replace(plain, drafter=drafter), settings.lookup_gamma))
+    return found
+
+
 def decode_all(
     config: Config, models: ModelPair, questions: Sequence[Question], cost: Cost, tracker: Tracker
-) -> tuple[list[Result], list[Text], list[dict[str, Any]]]:
+) -> tuple[list[Result], list[Result], list[Text], list[dict[str, Any]]]:
     """Decode every prompt at every setting, autoregressive and speculative runs taking turns.
 
-    Returns the rows, the answers sampled at temperature 1 without a draft, and marked-up samples.
+    Returns the rows of the draft alone and beside prompt lookup, the answers sampled at temperature
+    1 without a draft, and marked-up samples.
     """
     settings = config.eval
-    pairs: dict[tuple[float, int, str], list[Pair]] = defaultdict(list)
+    measured = decoders(models, settings)
+    num_alone = len(settings.gammas)
+    pairs: dict[tuple[bool, float, int, str], list[Pair]] = defaultdict(list)
     answers: list[Text] = []
     samples: list[dict[str, Any]] = []
-    total = (
-        len(settings.temperatures) * settings.repeats * len(questions) * (1 + len(settings.gammas))
-    )
+    total = len(settings.temperatures) * settings.repeats * len(questions) * (1 + len(measured))
     with tracker.progress("evaluate: decoding", total, "outputs") as bar:
         for temperature in settings.temperatures:
             for repeat in range(settings.repeats):
                 for number, question in enumerate(questions):
                     seed = config.seed + 1000 * repeat + number
-                    plain = _decode(models, question, 0, temperature, config, seed)
+                    plain = _decode(models.decoder, question, 0, temperature, config, seed)
                     bar.advance()
                     if temperature == 1.0:
                         answers.append(
                             Text(question.prompt, plain.tokens, question.category, temperature)
                         )
-                    # another order for every prompt: no draft length is always measured right after
-                    # the baseline
-                    shift = number % len(settings.gammas)
-                    for gamma in [*settings.gammas[shift:], *settings.gammas[:shift]]:
-                        fast = _decode(models, question, gamma, temperature, config, seed)
+                    # another order for every prompt: no setting is always measured right after the
+                    # baseline
+                    for place in range(len(measured)):
+                        index = (place + number) % len(measured)
+                        decoder, gamma = measured[index]
+                        fast = _decode(decoder, question, gamma, temperature, config, seed)
                         bar.advance()
                         for category in (ALL, question.category):
-                            pairs[temperature, gamma, category].append(Pair(plain, fast))
+                            key = (index >= num_alone, temperature, gamma, category)
+                            pairs[key].append(Pair(plain, fast))
                         if (
                             repeat == 0
                             and number % settings.prompts_per_category == 0
-                            and gamma == settings.gammas[-1]
+                            and index == num_alone - 1
                         ):
                             samples.append(_sample(models, question, fast, temperature, gamma))
-    rows = [
-        _result(category, temperature, gamma, found, cost, settings.confidence)
-        for (temperature, gamma, category), found in sorted(pairs.items(), key=lambda item: item[0])
-    ]
-    return rows, answers, samples
+    rows: dict[bool, list[Result]] = {False: [], True: []}
+    for (beside, temperature, gamma, category), found in sorted(pairs.items()):
+        rows[beside].append(_result(category, temperature, gamma, found, cost, settings.confidence))
+    return rows[False], rows[True], answers, samples
 
 
 def _decode(
-    models: ModelPair, question: Question, gamma: int, temperature: float, config: Config, seed: int
+    decoder: Decoder, question: Question, gamma: int, temperature: float, config: Config, seed: int
 ) -> Decoded:
     return timed(
-        models.decoder,
+        decoder,
         question.prompt,
         gamma=gamma,
         max_new_tokens=config.eval.max_new_tokens,
         sampling=Sampling(temperature),
         seed=seed,
     )
+
+
+def best_of(rows: Sequence[Result], temperature: float) -> Result | None:
+    """The fastest setting over all prompts at a temperature."""
+    pooled = [row for row in rows if (row.category, row.temperature) == (ALL, temperature)]
+    return max(pooled, key=lambda row: row.speedup.median, default=None)
 
 
 def _result(
@@ -304,7 +323,7 @@ def _result(
     seconds = [pair.seconds() for pair in pairs]
     num_tokens = sum(one[2] for one in seconds)
     measured = speedup(pairs, confidence)
-    predicted = predicted_speedup(counts.acceptance_length, gamma, cost)
+    predicted = predicted_speedup(counts, cost)
     same = sum(pair.autoregressive.tokens == pair.speculative.tokens for pair in pairs) / len(pairs)
     return Result(
         category=category,
@@ -319,6 +338,8 @@ def _result(
         num_prompts=len(pairs),
         num_tokens=counts.num_tokens,
         num_target_calls=counts.num_target_calls,
+        target_call_widths=counts.calls_by_width,
+        num_draft_steps=counts.num_draft_steps,
         num_drafted=counts.num_drafted,
         num_tested=counts.num_tested,
         num_accepted=counts.num_accepted,
@@ -357,10 +378,10 @@ def check_estimate(
     """A warning when decoding accepts otherwise than the teacher-forced estimate on the same kind
     of text says.
 
-    Compares the first position of every round at temperature 1 (later ones are tested only after
-    successes).
+    Compares rounds of one drafted token at temperature 1: later ones are tested only after
+    successes, and block verification accepts more.
     """
-    rows = [row for row in results if row.category == ALL and row.temperature == 1.0]
+    rows = [row for row in results if (row.category, row.temperature, row.gamma) == (ALL, 1.0, 1)]
     if not answers or not rows:
         return []
     found = [
@@ -383,19 +404,27 @@ def check_estimate(
     ]
 
 
-def verdict(best: Result, cost: Cost) -> str:
-    """The one sentence a reader takes away."""
+def verdict(best: Result, with_lookup: Result | None, cost: Cost) -> str:
+    """What a reader takes away."""
     kind = "greedy" if best.temperature == 0 else f"temperature {best.temperature:g}"
-    figures = f"{best.speedup.median:.2f}x ({best.speedup.low:.2f} to {best.speedup.high:.2f})"
+    figures = _figures(best.speedup)
+    beside = (
+        "" if with_lookup is None else f" Beside prompt lookup: {_figures(with_lookup.speedup)}."
+    )
     if best.speedup.median >= 1:
         return (
             f"With this draft the target decodes {figures} as fast, {kind}, at gamma {best.gamma}."
+            + beside
         )
     return (
         f"This draft does not pay here: {figures} at its best gamma of {best.gamma} ({kind})."
         f" {best.acceptance_rate:.2f} of the tested tokens are accepted, and a drafted token costs"
-        f" {cost.c:.2f} of a target step."
+        f" {cost.c:.2f} of a target step." + beside
     )
+
+
+def _figures(speedup: Interval) -> str:
+    return f"{speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def machine(config: Config, models: ModelPair) -> dict[str, Any]:
@@ -422,6 +451,7 @@ def _processor() -> str:
 def publish_figures(report: Report, run: Run, tracker: Tracker) -> None:
     """Figures to sort runs by, and the artifact."""
     best, expected = report.best, report.expected_acceptance
+    beside = best_of(report.with_lookup, best.temperature)
     tracker.summary(
         {
             "report/speedup": best.speedup.median,
@@ -436,6 +466,7 @@ def publish_figures(report: Report, run: Run, tracker: Tracker) -> None:
             "report/minutes": sum(report.seconds_by_stage.values()) / 60,
             "report/peak_memory_gib": report.peak_memory_gib,
         }
+        | ({"report/speedup_with_lookup": beside.speedup.median} if beside else {})
     )
     tracker.artifact(
         "report", run.report, uses=["draft"], metadata={"fingerprint": report.fingerprint}

@@ -46,8 +46,9 @@ def render_page(report: Report, images: Mapping[str, Path]) -> str:
         images={name: _data_uri(path) for name, path in images.items()},
         interval=interval_label(report),
         columns=COLUMNS,
-        pooled=pooled(report),
-        by_category=by_category(report),
+        pooled=pooled(report.results),
+        by_category=by_category(report.results),
+        lookup=[*pooled(report.with_lookup), *by_category(report.with_lookup)],
         is_best=lambda row: is_best(report, row),
         reason=reason(report),
         best_by_temperature=best_by_temperature(report),
@@ -109,7 +110,7 @@ def break_even_acceptance(cost: Cost, gamma: int) -> float | None:
 
 def budgets(report: Report) -> list[Budget]:
     """Step cost and break-even acceptance of every draft length whose v was measured."""
-    rows = pooled(report)
+    rows = pooled(report.results)
     found = []
     for gamma in sorted({1, *(row.gamma for row in rows)}):
         alpha = break_even_acceptance(report.cost, gamma)
@@ -163,7 +164,7 @@ def reason(report: Report) -> str:
 def best_by_temperature(report: Report) -> list[Result]:
     """The fastest pooled row of each temperature."""
     found: dict[float, Result] = {}
-    for row in pooled(report):
+    for row in pooled(report.results):
         if (
             row.temperature not in found
             or row.speedup.median > found[row.temperature].speedup.median

@@ -123,7 +123,7 @@ def _integers(axes: Axes, values: Sequence[int]) -> None:
 
 def speedup_by_gamma(report: Report) -> Figure | None:
     """Measured and predicted speedup against draft length, all prompts, by temperature."""
-    rows = pooled(report)
+    rows = pooled(report.results)
     if not rows:
         return None
     figure = _figure()
@@ -161,9 +161,9 @@ def speedup_by_gamma(report: Report) -> Figure | None:
 def by_prompt_category(report: Report) -> Figure | None:
     """Speedup and acceptance rate of each category at the recommended draft length."""
     gamma = report.best.gamma
-    everything = [row for row in pooled(report) if row.gamma == gamma]
+    everything = [row for row in pooled(report.results) if row.gamma == gamma]
     # slowest first, for the axis counts upwards
-    single = sorted(by_category(report, gamma=gamma), key=lambda row: row.speedup.median)
+    single = sorted(by_category(report.results, gamma=gamma), key=lambda row: row.speedup.median)
     if not single:
         return None
     temperatures = _temperatures([*single, *everything])
@@ -193,7 +193,7 @@ def by_prompt_category(report: Report) -> Figure | None:
 
 def acceptance_by_position(report: Report) -> Figure | None:
     """How far into a draft the target follows it, at the largest draft length measured."""
-    rows = pooled(report)
+    rows = pooled(report.results)
     gamma = max((row.gamma for row in rows), default=0)
     rows = [row for row in rows if row.gamma == gamma]
     if not rows:

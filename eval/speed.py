@@ -111,25 +111,33 @@ def speedup(pairs: Sequence[Pair], confidence: float) -> Interval:
     return Interval(median=median, low=low, high=high)
 
 
-def predicted_speedup(acceptance_length: float, gamma: int, cost: Cost) -> float:
-    """tau / (gamma c + v(gamma + 1)) (Leviathan et al. 2211.17192, theorem 3.8, with v measured
-    instead of 1).
+def predicted_speedup(counts: Counts, cost: Cost) -> float:
+    """Tokens per target step that the rounds cost by measured step times, no overhead anywhere.
+
+    Rounds of one draft length give tau / (gamma c + v(gamma + 1)) (Leviathan et al. 2211.17192,
+    theorem 3.8, with v measured instead of 1).
     """
-    return acceptance_length / (gamma * cost.c + cost.v[str(gamma + 1)])
+    steps = counts.num_draft_steps * cost.c + sum(
+        num_calls * cost.v[str(width)]
+        for width, num_calls in enumerate(counts.calls_by_width, 1)
+        if num_calls
+    )
+    return counts.num_tokens / steps
 
 
 def measure_cost(
     target: Engine,
     drafter: ModelDrafter,
-    gammas: Sequence[int],
+    longest: int,
     sampling: Sampling,
     repeats: int = 15,
 ) -> Cost:
-    """Step times of target and draft, at a context of 128 tokens, medians of interleaved repeats.
+    """Step times of target and draft, at a context of 128 tokens, medians of interleaved repeats;
+    the target's over 1 to `longest` + 1 tokens.
 
     A draft step is everything a drafted token costs: forward, law and draw.
     """
-    widths = sorted({1, *(gamma + 1 for gamma in gammas)})
+    widths = range(1, longest + 2)
     context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
     target.prefill(context[:-1])
     drafter.start(context)

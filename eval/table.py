@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -81,8 +81,8 @@ COLUMNS = (
     Column(
         "predicted",
         "predicted_speedup",
-        "What theory gives from the measured step times: "
-        "acceptance_length / (gamma c + v(gamma+1)).",
+        "What theory gives from the measured step times: acceptance_length / (gamma c + "
+        "v(gamma+1)), each call taken at the number of tokens it really drafted.",
         lambda r: times(r.predicted_speedup),
     ),
     Column(
@@ -159,35 +159,37 @@ def is_best(report: Report, row: Result) -> bool:
     )
 
 
-def pooled(report: Report) -> list[Result]:
+def pooled(results: Sequence[Result]) -> list[Result]:
     """Rows over all prompts, by temperature and then gamma."""
-    return sorted(
-        (r for r in report.results if r.category == ALL), key=lambda r: (r.temperature, r.gamma)
-    )
+    return sorted((r for r in results if r.category == ALL), key=lambda r: (r.temperature, r.gamma))
 
 
-def by_category(report: Report, *, gamma: int | None = None) -> list[Result]:
+def by_category(results: Sequence[Result], *, gamma: int | None = None) -> list[Result]:
     """Rows of single categories, of one draft length when it is given."""
-    rows = (r for r in report.results if r.category != ALL and (gamma is None or r.gamma == gamma))
+    rows = (r for r in results if r.category != ALL and (gamma is None or r.gamma == gamma))
     return sorted(rows, key=lambda r: (r.category, r.temperature, r.gamma))
 
 
 def summary_table(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headers and rows for the terminal: every pooled setting, then categories at the best gamma.
 
-    The recommended row carries a star.
+    The recommended row carries a star. Rows beside prompt lookup say so.
     """
     columns = [column for column in COLUMNS if column.name in _TERMINAL]
     headers = [*(column.header for column in columns), "tokens/s"]
     rows = []
-    for result in [*pooled(report), *by_category(report, gamma=report.best.gamma)]:
+    shown = [
+        *((row, " *" if is_best(report, row) else "") for row in pooled(report.results)),
+        *((row, ", with lookup") for row in pooled(report.with_lookup)),
+        *((row, "") for row in by_category(report.results, gamma=report.best.gamma)),
+    ]
+    for result, mark in shown:
         rates = result.tokens_per_second
         tokens_per_second = (
             f"{rates.autoregressive:.1f} \N{RIGHTWARDS ARROW} {rates.speculative:.1f}"
         )
         cells = [*(column.show(result) for column in columns), tokens_per_second]
-        if is_best(report, result):
-            cells[0] += " *"
+        cells[0] += mark
         rows.append(cells)
     return headers, rows
 

@@ -122,6 +122,8 @@ def example_result(
         num_prompts=24 if category == "all" else 4,
         num_tokens=num_tokens,
         num_target_calls=num_target_calls,
+        target_call_widths=[0] * gamma + [num_target_calls],
+        num_draft_steps=num_target_calls * gamma,
         num_drafted=num_target_calls * gamma,
         num_tested=num_tested,
         num_accepted=num_accepted,
@@ -193,6 +195,11 @@ def example_report(**changes: Any) -> Report:
             },
         ),
         "results": results,
+        "with_lookup": [
+            example_result(category, temperature, 4, alpha=0.8)
+            for category in ("all", "chat", "code")
+            for temperature in (0.0, 1.0)
+        ],
         "best": best,
         "verdict": f"With this draft the target decodes {best.speedup.median:.2f}x as fast, "
         f"greedy, at gamma {best.gamma}.",
@@ -237,7 +244,7 @@ def example_sample(*, text: str = "", temperature: float = 0.0) -> dict[str, Any
 
 
 def _only(*rows: Result, **changes: Any) -> Report:
-    return example_report(results=list(rows), best=rows[0], **changes)
+    return example_report(results=list(rows), with_lookup=[], best=rows[0], **changes)
 
 
 # Reports that lack what the default run has; all of them must show

@@ -15,6 +15,9 @@ from torch import Tensor
 from models.decoding.engine import Engine
 from models.decoding.sampling import check_finite, draw_mixed
 
+PREFILL_TOKENS = 512  # of prompts that are read in one call
+PATIENCE = 16  # a share of 1 / so many of the rows may be empty while requests wait
+
 
 @dataclass(frozen=True)
 class Request:
@@ -47,14 +50,20 @@ class Answer:
 @dataclass
 class _Row:
     request: Request
+    uniforms: list[float]
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[Tensor] = field(default_factory=list)
     ids: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
 
+    @property
+    def num_cached(self) -> int:
+        """All but the last token: that one is fed next."""
+        return len(self.request.prompt) + len(self.tokens) - 1
+
 
 class Generator:
-    """Answers requests, `engine.cache.num_rows` at a time; a finished row is replaced at once."""
+    """Answers requests, `engine.cache.num_rows` at a time; finished rows are replaced."""
 
     def __init__(
         self, engine: Engine, *, stop_ids: frozenset[int], max_new_tokens: int, top_k: int
@@ -66,7 +75,7 @@ class Generator:
         self._hook = head.register_forward_pre_hook(self._keep_hidden)
 
     def _keep_hidden(self, _module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden = inputs[0][:, -1]
+        self._hidden = inputs[0]
 
     def close(self) -> None:
         """Remove the hook on the model."""
@@ -75,65 +84,69 @@ class Generator:
     @torch.inference_mode()
     def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
         """Yield answers as they end. Raises FloatingPointError when the target's logits are NaN."""
-        waiting = iter(requests)
-        num_rows = self.engine.cache.num_rows
-        rows: list[_Row | None] = [None] * num_rows
-        tokens_B = torch.zeros(num_rows, dtype=torch.long)
-        lengths_B = torch.zeros(num_rows, dtype=torch.long)
-        temperature_B = torch.zeros(num_rows)
-        uniforms_BN = torch.zeros(num_rows, self.max_new_tokens)
-        more = True
+        waiting = _Waiting(requests)
+        rows: list[_Row | None] = [None] * self.engine.cache.num_rows
         while True:
-            for slot in range(num_rows):
-                while rows[slot] is None and more:
-                    request = next(waiting, None)
-                    if request is None:
-                        more = False
-                        break
-                    row = _Row(request)
-                    logits = self.engine.prefill(request.prompt, slot).unsqueeze(0)
-                    first = self._advance(
-                        [row], logits, torch.tensor([request.temperature]), request.uniforms[:1]
-                    )
+            free = [slot for slot, row in enumerate(rows) if row is None]
+            # one prompt alone costs twice what it costs among several: a few places stay empty for
+            # a few steps until there is room for these
+            if waiting.more and len(free) >= max(1, len(rows) // PATIENCE):
+                for slot, row in zip(free, self._prefill(waiting, free), strict=False):
                     if self._ended(row):
                         yield _answer(row)
-                        continue
-                    rows[slot] = row
-                    tokens_B[slot], lengths_B[slot] = first[0], len(request.prompt)
-                    temperature_B[slot], uniforms_BN[slot] = request.temperature, request.uniforms
-            active = [slot for slot in range(num_rows) if rows[slot] is not None]
-            if not active:
+                    else:
+                        rows[slot] = row
+                continue
+            if len(free) == len(rows):
                 return
-            device = self.engine.device
-            logits_BV = self.engine.forward(
-                tokens_B.unsqueeze(1).to(device),
-                lengths_B.unsqueeze(1).to(device),
-                longest=int(lengths_B.max()) + 1,
-            )[:, -1]
-            step_B = torch.tensor([len(row.tokens) if row else 0 for row in rows])
-            uniform_B = uniforms_BN.gather(1, step_B.unsqueeze(1)).squeeze(1)
-            tokens_B = self._advance(rows, logits_BV, temperature_B, uniform_B).cpu()
-            for slot in active:
-                lengths_B[slot] += 1
-                running = rows[slot]
-                assert running is not None
-                if self._ended(running):
+            if len(free) * 2 >= len(rows):  # nothing is waiting: the last answers are under way
+                kept = [slot for slot, row in enumerate(rows) if row is not None]
+                self.engine.cache.keep(kept)
+                rows = [rows[slot] for slot in kept]
+            self._step(rows)
+            for slot, running in enumerate(rows):
+                if running is not None and self._ended(running):
                     yield _answer(running)
-                    rows[slot], lengths_B[slot] = None, 0
+                    rows[slot] = None
 
-    def _advance(
-        self, rows: list[_Row | None], logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor
-    ) -> Tensor:
+    def _prefill(self, waiting: _Waiting, free: list[int]) -> list[_Row]:
+        """Start as many waiting requests as one call should take, in the first free places."""
+        requests = waiting.take(len(free), PREFILL_TOKENS)
+        if not requests:
+            return []
+        rows = [_Row(request, request.uniforms.tolist()) for request in requests]
+        logits_BUV, own_B = self.engine.prefill_together(
+            [request.prompt for request in requests], free[: len(requests)]
+        )
+        at = torch.arange(len(rows), device=own_B.device)
+        self._hidden = self._hidden[at, own_B]
+        self._advance(list(rows), logits_BUV[at, own_B])
+        return rows
+
+    def _step(self, rows: list[_Row | None]) -> None:
+        """One more token for every row."""
+        feed = [(row.tokens[-1], row.num_cached) if row else (0, 0) for row in rows]
+        fed_B2 = torch.tensor(feed, device=self.engine.device)
+        logits_B1V = self.engine.forward(
+            fed_B2[:, :1], fed_B2[:, 1:], longest=max(cached for _, cached in feed) + 1
+        )
+        self._hidden = self._hidden[:, -1]
+        self._advance(rows, logits_B1V[:, -1])
+
+    def _advance(self, rows: list[_Row | None], logits_BV: Tensor) -> None:
         """Draw one token per row and record the distribution it came from."""
         logits_BV = logits_BV.float()
         top_BK = logits_BV.topk(self.top_k, -1)
-        positions = [len(row.request.prompt) + len(row.tokens) - 1 if row else 0 for row in rows]
-        check_finite(top_BK.values.unsqueeze(1), "target", positions)
-        device = logits_BV.device
-        log_z_B1 = logits_BV.logsumexp(-1, keepdim=True)
-        tokens_B = draw_mixed(
-            logits_BV, temperature_B.to(device), uniform_B.to(device), top_BK, log_z_B1
+        check_finite(
+            top_BK.values.unsqueeze(1), "target", [row.num_cached if row else 0 for row in rows]
         )
+        log_z_B1 = logits_BV.logsumexp(-1, keepdim=True)
+        laws = [
+            (row.request.temperature, row.uniforms[len(row.tokens)]) if row else (0.0, 0.0)
+            for row in rows
+        ]
+        temperature_B, uniform_B = torch.tensor(laws, device=logits_BV.device).T.contiguous()
+        tokens_B = draw_mixed(logits_BV, temperature_B, uniform_B, top_BK, log_z_B1)
         log_probabilities_BK = (top_BK.values - log_z_B1).half().cpu()
         ids_BK = top_BK.indices.int().cpu()
         for slot, (row, token) in enumerate(zip(rows, tokens_B.tolist(), strict=True)):
@@ -144,10 +157,33 @@ class Generator:
             row.ids.append(ids_BK[slot])
             if row.request.keep_hidden:
                 row.hidden.append(self._hidden[slot].cpu())
-        return tokens_B
 
     def _ended(self, row: _Row) -> bool:
         return row.tokens[-1] in self.stop_ids or len(row.tokens) >= self.max_new_tokens
+
+
+class _Waiting:
+    """Requests not yet begun."""
+
+    def __init__(self, requests: Iterable[Request]):
+        self._requests = iter(requests)
+        self._next = next(self._requests, None)
+
+    @property
+    def more(self) -> bool:
+        return self._next is not None
+
+    def take(self, most: int, num_tokens: int) -> list[Request]:
+        """The next requests, at most so many and, padded, so many tokens; at least one."""
+        taken: list[Request] = []
+        longest = 0
+        while self._next is not None and len(taken) < most:
+            longest = max(longest, len(self._next.prompt))
+            if taken and longest * (len(taken) + 1) > num_tokens:
+                break
+            taken.append(self._next)
+            self._next = next(self._requests, None)
+        return taken
 
 
 def _answer(row: _Row) -> Answer:

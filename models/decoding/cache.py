@@ -6,6 +6,7 @@ accept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ class RaggedLayer(CacheLayerMixin):
             kept = min(window, old.shape[2])
             new[:, :, :kept] = old[:, :, :kept]
             setattr(self, name, new)
+
+    def keep(self, rows_B: Tensor) -> None:
+        """Drop all other rows."""
+        self.keys, self.values = self.keys[rows_B], self.values[rows_B]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what attention reads; the engine passes finished masks, so this is
@@ -134,6 +139,13 @@ class RaggedCache(Cache):
             for layer in self.ragged:
                 layer.resize(needed)
             self.window = needed
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows; the kept ones are renumbered in the given order."""
+        for layer in self.ragged:
+            layer.keep(torch.tensor(rows, device=self.device))
+        self.num_rows = len(rows)
+        self.all_rows_B1 = self.all_rows_B1[: len(rows)]
 
 
 class LayerView(Cache):

@@ -5,12 +5,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling, draw, law
+
+
+class Proposal(NamedTuple):
+    """Drafted ids (1G), the laws they were drawn from (1GV), and the draft model's steps behind
+    them.
+    """
+
+    ids_1G: Tensor
+    laws_1GV: Tensor
+    num_steps: int
 
 
 class ModelDrafter:
@@ -30,15 +41,22 @@ class ModelDrafter:
             self.engine.prefill(list(prompt[:-1]))
         self._cached = len(prompt) - 1
 
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Take back what was drafted and not accepted: the text after a round shows how much that
+        is.
+
+        Must see the text after every round in which the model drafted; `draft` looks by itself.
+        """
+        # a round ends with a token of the target's own, which no draft has cached
+        self._cached = min(self._cached, len(tokens) - 1)
+
     def draft(
         self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`gamma` tokens after `tokens`, one uniform each: ids 1G and laws 1GV."""
+    ) -> Proposal:
+        """`gamma` tokens after `tokens`, one uniform each."""
         device = self.engine.device
-        # all but the tokens committed since the last call are cached; entries of rejected tokens
-        # are overwritten
-        known = min(self._cached, len(tokens) - 1)
-        feed = torch.tensor([list(tokens[known:])], device=device)
+        self.settle(tokens)
+        feed = torch.tensor([list(tokens[self._cached :])], device=device)
         ids: list[Tensor] = []
         laws: list[Tensor] = []
         length = len(tokens)
@@ -55,7 +73,7 @@ class ModelDrafter:
             laws.append(q)
             length += 1
         self._cached = length - 1
-        return torch.cat(ids, 1), self._spread(torch.cat(laws, 1))
+        return Proposal(torch.cat(ids, 1), self._spread(torch.cat(laws, 1)), gamma)
 
     def _spread(self, q_1GH: Tensor) -> Tensor:
         """Laws over the hot ids as laws over the target's vocabulary."""
@@ -63,3 +81,83 @@ class ModelDrafter:
             return torch.nn.functional.pad(q_1GH, (0, self.vocab_size - q_1GH.shape[-1]))
         q = q_1GH.new_zeros(*q_1GH.shape[:-1], self.vocab_size)
         return q.index_copy_(-1, self.hot_ids, q_1GH)
+
+
+class LookupDrafter:
+    """Prompt lookup: what followed the latest earlier occurrence of the text's last tokens.
+
+    The longest match of `longest` down to `shortest` tokens counts. Drafts are certain, so q is
+    one-hot and a draft x is accepted with probability p(x) at any sampling law. Costs no model
+    step. (Prompt lookup decoding, apoorvumang/prompt-lookup-decoding.)
+    """
+
+    def __init__(
+        self, *, vocab_size: int, device: torch.device, shortest: int = 2, longest: int = 8
+    ):
+        if not 1 <= shortest <= longest:
+            raise ValueError(
+                f"shortest={shortest}, longest={longest}: use 1 <= shortest <= longest."
+            )
+        self.vocab_size, self.device = vocab_size, device
+        self.lengths = range(longest, shortest - 1, -1)
+        self._read = 0
+        # where the text went on after its latest such tokens
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Forget the last text."""
+        del prompt  # it is read with the first draft
+        self._read = 0
+        self._after.clear()
+
+    def draft(
+        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+    ) -> Proposal:
+        """Up to `gamma` tokens; none where nothing matches."""
+        del sampling, uniform_G  # nothing is drawn
+        ids = self._follow(tokens, gamma)
+        ids_1G = torch.tensor([ids], dtype=torch.long, device=self.device)
+        laws = torch.zeros(1, len(ids), self.vocab_size, device=self.device)
+        return Proposal(ids_1G, laws.scatter_(-1, ids_1G.unsqueeze(-1), 1.0), 0)
+
+    def _follow(self, tokens: Sequence[int], gamma: int) -> list[int]:
+        for end in range(self._read, len(tokens)):  # `end` goes on after the tokens before it
+            for length in self.lengths:
+                if length <= end:
+                    self._after[tuple(tokens[end - length : end])] = end
+        self._read = len(tokens)
+        for length in self.lengths:
+            place = self._after.get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            if place is not None:
+                # past its end the text goes on as the draft does: a loop is drafted as a loop
+                period = tokens[place:]
+                return [period[i % len(period)] for i in range(gamma)]
+        return []
+
+
+class CombinedDrafter:
+    """Lookup where the text repeats itself, the model elsewhere.
+
+    A lookup costs nothing and may draft as many tokens as it is asked for; the model, whose steps
+    cost time and whose guesses are less certain, drafts at most `model_gamma`.
+    """
+
+    def __init__(self, model: ModelDrafter, lookup: LookupDrafter, *, model_gamma: int):
+        if model_gamma < 1:
+            raise ValueError(f"model_gamma={model_gamma}: use 1 or more.")
+        self.model, self.lookup, self.model_gamma = model, lookup, model_gamma
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Both read the prompt."""
+        self.model.start(prompt)
+        self.lookup.start(prompt)
+
+    def draft(
+        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+    ) -> Proposal:
+        """Up to `gamma` tokens."""
+        self.model.settle(tokens)
+        found = self.lookup.draft(tokens, gamma, sampling, uniform_G)
+        if found.ids_1G.shape[1]:
+            return found
+        return self.model.draft(tokens, min(gamma, self.model_gamma), sampling, uniform_G)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -162,6 +162,7 @@ class Engine:
         rows_B: Tensor | None = None,
         fresh: bool = False,
         last_only: bool = False,
+        only_T: Tensor | None = None,
     ) -> Tensor:
         """Logits (BTV, in the model's dtype) after each of the given tokens.
 
@@ -174,6 +175,7 @@ class Engine:
                 order, without it.
             fresh: the lines start at position 0, so they attend to themselves alone.
             last_only: only the logits of the last position, shape B1V.
+            only_T: only the logits of these places among T.
         """
         if longest > self.capacity:
             raise ValueError(
@@ -183,24 +185,48 @@ class Engine:
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
         self.cache.place(rows_B, positions_BT, longest, fresh)
         read = tokens_BT.shape[1] if fresh else self.cache.window
+        kept: Tensor | int = int(last_only) if only_T is None else only_T
         return self._run(
             input_ids=tokens_BT,
             position_ids=positions_BT,
             attention_mask=self._mask(positions_BT, read),
             use_cache=True,
-            logits_to_keep=1 if last_only else 0,
+            logits_to_keep=kept,
             **{self._cache_key: self.cache},
         ).logits
 
-    def prefill(self, tokens: list[int], row: int = 0) -> Tensor:
+    def prefill(self, tokens: Sequence[int], row: int = 0) -> Tensor:
         """Start one row afresh with a prompt; logits after its last token, shape V."""
-        tokens_1T = torch.tensor([tokens], device=self.device)
+        tokens_1T = torch.tensor([list(tokens)], device=self.device)
         positions_1T = torch.arange(len(tokens), device=self.device).unsqueeze(0)
         rows_B = torch.tensor([row], device=self.device)
         logits = self.forward(
             tokens_1T, positions_1T, longest=len(tokens), rows_B=rows_B, fresh=True, last_only=True
         )
         return logits[0, -1]
+
+    def prefill_together(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Start rows afresh in one call, padded to the longest prompt: logits BUV at the U distinct
+        places where a prompt ends, and which of these is each row's own, shape B.
+
+        Padding lands behind the end of a row, where nothing looks until it is overwritten.
+        """
+        longest = max(map(len, prompts))
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        tokens_BT = torch.tensor(padded, device=self.device)
+        ends = [len(prompt) - 1 for prompt in prompts]
+        ends_U, own_B = torch.tensor(ends, device=self.device).unique(return_inverse=True)
+        logits_BUV = self.forward(
+            tokens_BT,
+            torch.arange(longest, device=self.device).expand_as(tokens_BT),
+            longest=longest,
+            rows_B=torch.tensor(rows, device=self.device),
+            fresh=True,
+            only_T=ends_U,
+        )
+        return logits_BUV, own_B
 
     def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
         """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from conf.schema import Verification
+from models.decoding.drafters import Proposal
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling, law
-from models.decoding.verify import chain
+from models.decoding.verify import block, chain
 
 
 @dataclass
@@ -35,20 +38,33 @@ class Counts:
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
+    num_draft_steps: int = 0  # of the draft model; a lookup needs none
     drafted_at: list[int] = field(default_factory=list)  # rounds that drafted position i
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     # target calls that committed i + 1 tokens
     calls_by_length: list[int] = field(default_factory=list)
+    # target calls that read i + 1 tokens
+    calls_by_width: list[int] = field(default_factory=list)
 
     def add_round(
-        self, num_drafted: int, num_tested: int, num_accepted: int, num_committed: int
+        self,
+        num_drafted: int,
+        num_tested: int,
+        num_accepted: int,
+        num_committed: int,
+        num_draft_steps: int = 0,
     ) -> None:
         """Count one target call."""
         assert num_accepted <= num_tested <= num_drafted and 1 <= num_committed <= num_drafted + 1
         for held in (self.drafted_at, self.tested_at, self.accepted_at):
             held.extend([0] * (num_drafted - len(held)))
-        self.calls_by_length.extend([0] * (num_committed - len(self.calls_by_length)))
+        for counts, place in (
+            (self.calls_by_length, num_committed - 1),
+            (self.calls_by_width, num_drafted),
+        ):
+            counts.extend([0] * (place + 1 - len(counts)))
+            counts[place] += 1
         for held, reached in (
             (self.drafted_at, num_drafted),
             (self.tested_at, num_tested),
@@ -56,27 +72,20 @@ class Counts:
         ):
             for position in range(reached):
                 held[position] += 1
-        self.calls_by_length[num_committed - 1] += 1
         self.num_tokens += num_committed
         self.num_target_calls += 1
         self.num_drafted += num_drafted
         self.num_tested += num_tested
         self.num_accepted += num_accepted
+        self.num_draft_steps += num_draft_steps
 
     def __add__(self, other: Counts) -> Counts:
-        def summed(a: list[int], b: list[int]) -> list[int]:
-            return [sum(pair) for pair in zip(_padded(a, len(b)), _padded(b, len(a)), strict=True)]
+        def summed(a: Any, b: Any) -> Any:
+            if isinstance(a, int):
+                return a + b
+            return [sum(pair) for pair in zip_longest(a, b, fillvalue=0)]
 
-        return Counts(
-            *(
-                getattr(self, name) + getattr(other, name)
-                for name in list(Counts.__dataclass_fields__)[:5]
-            ),
-            *(
-                summed(getattr(self, name), getattr(other, name))
-                for name in list(Counts.__dataclass_fields__)[5:]
-            ),
-        )
+        return Counts(**{key: summed(mine, vars(other)[key]) for key, mine in vars(self).items()})
 
     @property
     def acceptance_rate(self) -> float:
@@ -110,18 +119,14 @@ class Counts:
         ]
 
 
-def _padded(values: list[int], length: int) -> list[int]:
-    return values + [0] * (length - len(values))
-
-
 class Drafter(Protocol):
-    """Proposes tokens. `draft` returns their ids (1G) and the laws they were drawn from (1GV)."""
+    """Proposes at most gamma tokens, of which each is verified: none may be drawn and dropped."""
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
     def draft(
         self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Proposal: ...
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class Round:
 class Decoder:
     """A target and, for gamma > 0, a drafter. One prompt at a time.
 
+    `rule` is `chain` or `block`; greedy, and where one token was drafted, they are the same.
     `stop_ids` end an output and are part of it. Uniforms come from `rng`, so equal seeds give equal
     outputs.
     """
@@ -146,6 +152,7 @@ class Decoder:
     target: Engine
     drafter: Drafter | None
     stop_ids: frozenset[int]
+    rule: Verification = Verification.block
 
     def decode(
         self,
@@ -197,17 +204,18 @@ class Decoder:
             self.target.prefill(tokens[:-1])
         if gamma:
             drafter.start(prompt)
+        nothing = Proposal(
+            torch.empty(1, 0, dtype=torch.long, device=device), torch.empty(1, 0, 0).to(device), 0
+        )
+        verify = block if self.rule is Verification.block and sampling.temperature > 0 else chain
         while len(tokens) < end:
             # a token beyond the limit would never be committed
-            width = min(gamma, end - len(tokens) - 1)
-            uniform = torch.rand(2 * width + 1, generator=rng, device=rng.device).to(device)
-            if width:
-                drafted_1G, q = drafter.draft(tokens, width, sampling, uniform[width + 1 :])
-            else:
-                drafted_1G, q = (
-                    torch.empty(1, 0, dtype=torch.long, device=device),
-                    torch.empty(1, 0, 0, device=device),
-                )
+            most = min(gamma, end - len(tokens) - 1)
+            uniform = torch.rand(2 * most + 1, generator=rng, device=rng.device).to(device)
+            drafted_1G, q, num_steps = (
+                drafter.draft(tokens, most, sampling, uniform[most + 1 :]) if most else nothing
+            )
+            width = drafted_1G.shape[1]
             last = torch.tensor([[tokens[-1]]], device=device)
             positions = torch.arange(len(tokens) - 1, len(tokens) + width, device=device).unsqueeze(
                 0
@@ -216,8 +224,8 @@ class Decoder:
                 torch.cat([last, drafted_1G], 1), positions, longest=len(tokens) + width
             )
             p = law(logits, sampling, side="target", first_position=len(tokens) - 1)
-            verdict = chain(
-                p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[width : width + 1]
+            verdict = verify(
+                p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[most : most + 1]
             )
             num_accepted, *emitted = torch.cat(
                 [verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]
@@ -227,7 +235,8 @@ class Decoder:
             new = new if stop is None else new[: stop + 1]
             kept = min(num_accepted, len(new))
             # a rejection is a test too, unless the output ended before it
-            counts.add_round(width, kept + (kept < width and len(new) > kept), kept, len(new))
+            num_tested = kept + (kept < width and len(new) > kept)
+            counts.add_round(width, num_tested, kept, len(new), num_steps)
             tokens += new
             yield Round(new, kept, width)
             if stop is not None:

@@ -57,9 +57,49 @@ def chain(
     )
 
 
-def residual(p_BV: Tensor, q_BV: Tensor, rejected_B1: Tensor) -> Tensor:
-    """(p - q)+ where a draft was rejected and p elsewhere, un-normalised."""
-    excess_BV = (p_BV - q_BV).clamp_(min=0)
+def block(
+    p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_B: Tensor
+) -> Verdict:
+    """Block verification (2403.10444): the same output law as `chain`, and at least as many
+    accepted tokens on average.
+
+    With b_0 = 1 and b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)), prefix i < G is kept when u_i <= r_i
+    / (r_i + 1 - b_i), r_i = sum (b_i p_{i+1} - q_{i+1})+, and all G tokens when u_G <= b_G. The
+    longest prefix kept counts, whatever happened to shorter ones. Then y ~ norm((b p - q)+) at its
+    end, and y ~ p after all G. Arguments as of `chain`.
+    """
+    num_drafted = drafted_BG.shape[1]
+    if num_drafted <= 1:  # the same rule
+        return chain(p, q, drafted_BG, uniform_BG, uniform_B)
+    at_draft = drafted_BG.unsqueeze(-1)
+    p_BG = p[:, :num_drafted].gather(-1, at_draft).squeeze(-1).double()
+    q_BG = q.gather(-1, at_draft).squeeze(-1).double()
+    # log b_i = S_i - max over j <= i of S_j, S the cumulative log-ratio and S_0 = 0
+    sums_BG = (p_BG / q_BG).log().cumsum(-1)
+    b_BG = (sums_BG - sums_BG.cummax(-1).values.clamp(min=0)).exp()
+    # kept lengths 1 to G-1 are judged by what the law of the next position leaves
+    left_BG = (b_BG[:, :-1, None] * p[:, 1:num_drafted] - q[:, 1:]).clamp_(min=0).sum(-1)
+    room_BG = left_BG + 1 - b_BG[:, :-1]
+    keep_BG = (left_BG / room_BG).where(room_BG > RESIDUAL_FLOOR, 1.0)
+    keep_BG = torch.cat([keep_BG, b_BG[:, -1:]], -1)
+    num_accepted_B = longest_kept(uniform_BG < keep_BG)
+    rows = torch.arange(len(p), device=p.device)
+    b_B = torch.cat([torch.ones_like(b_BG[:, :1]), b_BG], -1)[rows, num_accepted_B].to(p.dtype)
+    p_BV = p[rows, num_accepted_B]
+    q_BV = q[rows, num_accepted_B.clamp(max=num_drafted - 1)]
+    rejected_B1 = (num_accepted_B < num_drafted).unsqueeze(-1)
+    excess_BV = residual(p_BV, q_BV, rejected_B1, b_B.unsqueeze(-1))
+    return Verdict(num_accepted_B, draw(excess_BV.unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1))
+
+
+def longest_kept(kept_BG: Tensor) -> Tensor:
+    """Length of the longest prefix that is kept."""
+    return (kept_BG * torch.arange(1, kept_BG.shape[1] + 1, device=kept_BG.device)).amax(-1)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor, rejected_B1: Tensor, b_B1: Tensor | float = 1.0) -> Tensor:
+    """(b p - q)+ where a draft was rejected and p elsewhere, un-normalised."""
+    excess_BV = (b_B1 * p_BV - q_BV).clamp_(min=0)
     # p == q leaves no residual, and then nothing can have been rejected but by rounding
     usable_B1 = rejected_B1 & (excess_BV.sum(-1, keepdim=True) > RESIDUAL_FLOOR)
     return excess_BV.where(usable_B1, p_BV)

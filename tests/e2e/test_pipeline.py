@@ -209,7 +209,7 @@ def test_the_report_has_what_was_promised(finished: Finished) -> None:
         for key in filter(None, path.split(".")):
             part = part[key]
         assert keys <= set(part), f"report.json lacks {path}: {keys - set(part)}"
-    assert set(tree["cost"]["v"]) == {"1", "2", "4"}
+    assert set(tree["cost"]["v"]) == {"1", "2", "3", "4", "5"}
     settings = {(row["category"], row["temperature"], row["gamma"]) for row in tree["results"]}
     categories = ("all", "chat", "code")
     assert settings == {(c, t, g) for c in categories for t in (0.0, 1.0) for g in (1, 3)}
@@ -225,8 +225,11 @@ def test_the_report_has_what_was_promised(finished: Finished) -> None:
 
 
 def test_the_rows_of_the_report_obey_the_definitions(finished: Finished) -> None:
-    for row in finished.report.results:
+    for row in (*finished.report.results, *finished.report.with_lookup):
         check_identities(row, finished.report)
+    assert all(row.num_draft_steps == row.num_drafted for row in finished.report.results)
+    assert {row.gamma for row in finished.report.with_lookup} == {4}
+    assert len(finished.report.with_lookup) == 6  # all, chat, code at two temperatures
     by_setting = {(r.category, r.temperature, r.gamma): r for r in finished.report.results}
     for (category, temperature, gamma), row in by_setting.items():
         if category == "all":
@@ -249,10 +252,15 @@ def check_identities(row: Result, report: Report) -> None:
     assert row.acceptance_length == pytest.approx(row.num_tokens / row.num_target_calls)
     assert row.acceptance_rate == pytest.approx(row.num_accepted / row.num_tested)
     assert row.draft_utilisation == pytest.approx(row.num_accepted / row.num_drafted)
-    assert len(row.position_acceptance) == len(row.conditional_acceptance) == row.gamma
+    assert len(row.position_acceptance) == len(row.conditional_acceptance) <= row.gamma
     assert row.position_acceptance == sorted(row.position_acceptance, reverse=True)
-    tau, v = row.acceptance_length, report.cost.v[str(row.gamma + 1)]
-    assert row.predicted_speedup == pytest.approx(tau / (row.gamma * report.cost.c + v))
+    assert sum(row.target_call_widths) == row.num_target_calls
+    assert sum(i * calls for i, calls in enumerate(row.target_call_widths)) == row.num_drafted
+    assert row.num_draft_steps <= row.num_drafted
+    steps = row.num_draft_steps * report.cost.c + sum(
+        calls * report.cost.v[str(width)] for width, calls in enumerate(row.target_call_widths, 1)
+    )
+    assert row.predicted_speedup == pytest.approx(row.num_tokens / steps)
     assert row.efficiency == pytest.approx(row.speedup.median / row.predicted_speedup)
     assert 0 < row.speedup.low <= row.speedup.median <= row.speedup.high < math.inf
     # float32: the gate for exactness

@@ -21,14 +21,16 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conf.schema import Verification
 from models.decoding import drafters, speculative, verify
-from models.decoding.drafters import ModelDrafter
+from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.sampling import Sampling, draw, law
-from models.decoding.speculative import Decoder
-from models.decoding.verify import chain
+from models.decoding.speculative import Decoder, Drafter
+from models.decoding.verify import Verdict, block, chain
 from tests.families import tiny_family
 
+verify_residual = verify.residual  # kept from those who replace it
 SIGNIFICANCE = 1e-6
 LEAST_EXPECTED = 5  # samples in a cell, for the chi-square approximation to hold
 
@@ -48,8 +50,13 @@ def supremum(holds: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -
     return high.double()
 
 
-def acceptance(p: Tensor, q: Tensor, drafted_BG: Tensor) -> Tensor:
-    """P(position i is accepted | all before it are) over its uniform: BG, by probing `chain`."""
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Verdict]
+
+
+def acceptance(p: Tensor, q: Tensor, drafted_BG: Tensor, rule: Rule = chain) -> Tensor:
+    """P(position i is accepted | all before it are, none after it) over its uniform: BG, by probing
+    the rule.
+    """
     num_drafts, gamma = drafted_BG.shape
     any_B = torch.full((num_drafts,), 0.5, dtype=p.dtype)
 
@@ -57,15 +64,31 @@ def acceptance(p: Tensor, q: Tensor, drafted_BG: Tensor) -> Tensor:
         uniform_BG = torch.zeros(num_drafts, gamma, dtype=p.dtype)
         uniform_BG[:, position] = u_B
         uniform_BG[:, position + 1 :] = 1
-        return chain(p, q, drafted_BG, uniform_BG, any_B).num_accepted_B > position
+        return rule(p, q, drafted_BG, uniform_BG, any_B).num_accepted_B > position
 
     return torch.stack(
         [supremum(lambda u, i=i: accepts(i, u), num_drafts, p.dtype) for i in range(gamma)], 1
     )
 
 
-def emission(p: Tensor, q: Tensor, drafted_BG: Tensor, num_accepted: int) -> Tensor:
-    """Law of the token after `num_accepted` accepted ones: BV, found by probing `chain`.
+def num_accepted_law(accepted_BG: Tensor, rule: Rule) -> Tensor:
+    """Law of the number of accepted tokens, B G+1, from `acceptance`.
+
+    `chain` stops at the first failure; `block` keeps the longest prefix that passes.
+    """
+    one_B1 = torch.ones_like(accepted_BG[:, :1])
+    if rule is chain:
+        return torch.cat([one_B1, accepted_BG.cumprod(-1)], 1) * torch.cat(
+            [1 - accepted_BG, one_B1], 1
+        )
+    later_fail = (1 - accepted_BG).flip(1).cumprod(1).flip(1)
+    return torch.cat([one_B1, accepted_BG], 1) * torch.cat([later_fail, one_B1], 1)
+
+
+def emission(
+    p: Tensor, q: Tensor, drafted_BG: Tensor, num_accepted: int, rule: Rule = chain
+) -> Tensor:
+    """Law of the token after `num_accepted` accepted ones: BV, found by probing the rule.
 
     Tokens are drawn by inversion: the token rises with the uniform, and passes v at P(token <= v).
     """
@@ -73,7 +96,7 @@ def emission(p: Tensor, q: Tensor, drafted_BG: Tensor, num_accepted: int) -> Ten
     uniform_BG = (torch.arange(gamma) >= num_accepted).to(p.dtype).repeat(num_drafts, 1)
 
     def at_most(token: int, u_B: Tensor) -> Tensor:
-        return chain(p, q, drafted_BG, uniform_BG, u_B).next_token_B <= token
+        return rule(p, q, drafted_BG, uniform_BG, u_B).next_token_B <= token
 
     below = [
         supremum(lambda u, v=v: at_most(v, u), num_drafts, p.dtype) for v in range(p.shape[-1])
@@ -89,29 +112,27 @@ def joint(laws: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def exact_output_law(p_tree: Sequence[Tensor], q_tree: Sequence[Tensor]) -> Tensor:
+def exact_output_law(
+    p_tree: Sequence[Tensor], q_tree: Sequence[Tensor], rule: Rule = chain
+) -> Tensor:
     """Law of the next G+1 tokens: a round, continued by the target where the round was shorter."""
     gamma, vocab_size = len(q_tree), p_tree[0].shape[-1]
     drafts = list(itertools.product(range(vocab_size), repeat=gamma))
     p = torch.stack([torch.stack([p_tree[i][d[:i]] for i in range(gamma + 1)]) for d in drafts])
     q = torch.stack([torch.stack([q_tree[i][d[:i]] for i in range(gamma)]) for d in drafts])
     drafted_BG = torch.tensor(drafts)
-    accepted_BG = acceptance(p, q, drafted_BG)
+    ends_BG = num_accepted_law(acceptance(p, q, drafted_BG, rule), rule)
     weight_B = joint(q_tree).flatten()
     out = torch.zeros([vocab_size] * (gamma + 1), dtype=torch.float64)
     for num_accepted in range(gamma + 1):
-        ends_B = (
-            1 - accepted_BG[:, num_accepted] if num_accepted < gamma else torch.ones(len(drafts))
-        )
-        chance_BV = (weight_B * ends_B).unsqueeze(1) * emission(p, q, drafted_BG, num_accepted)
+        ends_B = weight_B * ends_BG[:, num_accepted]
+        chance_BV = ends_B.unsqueeze(1) * emission(p, q, drafted_BG, num_accepted, rule)
         for draft, chance_V in zip(drafts, chance_BV, strict=True):
             prefix = draft[:num_accepted]
             rest = torch.ones(vocab_size, dtype=torch.float64)
             for conditional in p_tree[num_accepted + 1 :]:
                 rest = rest.unsqueeze(-1) * conditional[prefix].double()
             out[prefix] += chance_V.view(-1, *[1] * (rest.ndim - 1)) * rest
-        if num_accepted < gamma:
-            weight_B = weight_B * accepted_BG[:, num_accepted]
     return out
 
 
@@ -162,14 +183,15 @@ def tree_pair(vocab_size: int, gamma: int, p_kind: str, q_kind: str, dtype: torc
     return [x.to(dtype) for x in p_tree], [x.to(dtype) for x in q_tree]
 
 
+@pytest.mark.parametrize("rule", [chain, block])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("p_kind", "q_kind"), KINDS)
 @pytest.mark.parametrize(("vocab_size", "gamma"), [(2, 1), (5, 1), (3, 2), (5, 2), (3, 3), (5, 3)])
-def test_the_chain_emits_exactly_the_target_law(
-    vocab_size: int, gamma: int, p_kind: str, q_kind: str, dtype: torch.dtype
+def test_a_round_emits_exactly_the_target_law(
+    vocab_size: int, gamma: int, p_kind: str, q_kind: str, dtype: torch.dtype, rule: Rule
 ) -> None:
     p_tree, q_tree = tree_pair(vocab_size, gamma, p_kind, q_kind, dtype)
-    error = (exact_output_law(p_tree, q_tree) - joint(p_tree)).abs().max()
+    error = (exact_output_law(p_tree, q_tree, rule) - joint(p_tree)).abs().max()
     # below RESIDUAL_FLOOR a rejection is answered from p itself
     exact = dtype == torch.float64 and q_kind != "nearly equal"
     assert error < (1e-12 if exact else 1e-6)
@@ -184,10 +206,40 @@ def test_acceptance_is_the_overlap_of_the_laws() -> None:
     torch.testing.assert_close((q_tree[0] * accepted_BG[:, 0]).sum(), overlap)
 
 
-def test_without_a_residual_the_enumerated_law_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    p_tree, q_tree = tree_pair(4, 2, "dense", "dense", torch.float32)
-    monkeypatch.setattr(verify, "residual", lambda p_BV, _q, _rejected: p_BV)
-    assert (exact_output_law(p_tree, q_tree) - joint(p_tree)).abs().max() > 1e-2
+def mean_num_accepted(p_tree: Sequence[Tensor], q_tree: Sequence[Tensor], rule: Rule) -> float:
+    gamma, vocab_size = len(q_tree), p_tree[0].shape[-1]
+    drafts = list(itertools.product(range(vocab_size), repeat=gamma))
+    p = torch.stack([torch.stack([p_tree[i][d[:i]] for i in range(gamma + 1)]) for d in drafts])
+    q = torch.stack([torch.stack([q_tree[i][d[:i]] for i in range(gamma)]) for d in drafts])
+    ends_BG = num_accepted_law(acceptance(p, q, torch.tensor(drafts), rule), rule)
+    mean_B = (ends_BG * torch.arange(gamma + 1)).sum(-1)
+    return float((joint(q_tree).flatten() * mean_B).sum())
+
+
+@pytest.mark.parametrize(("p_kind", "q_kind"), KINDS)
+def test_a_block_accepts_at_least_what_a_chain_does(p_kind: str, q_kind: str) -> None:
+    trees = tree_pair(3, 3, p_kind, q_kind, torch.float64)
+    by_chain, by_block = (mean_num_accepted(*trees, rule) for rule in (chain, block))
+    assert by_block > by_chain - 1e-9
+    if (p_kind, q_kind) == ("dense", "dense"):  # and here it gains
+        assert by_block > 1.02 * by_chain
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "rule"),
+    [
+        ("residual", lambda p, *_: p, chain),
+        ("residual", lambda p, *_: p, block),
+        ("residual", lambda p, q, rejected, *_: verify_residual(p, q, rejected), block),
+    ],
+    ids=["chain without residual", "block without", "block without b"],
+)
+def test_of_a_wrong_rule_the_enumerated_law_is_another(
+    name: str, wrong: Callable[..., Tensor], rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p_tree, q_tree = tree_pair(4, 3, "dense", "dense", torch.float32)
+    monkeypatch.setattr(verify, name, wrong)
+    assert (exact_output_law(p_tree, q_tree, rule) - joint(p_tree)).abs().max() > 1e-3
 
 
 # ---------------------------------------------------------------- sampled
@@ -241,12 +293,13 @@ GAMMAS = [1, 2, 4]
 HOT_IDS = torch.tensor([4, 0, 3, 1])  # neither in order nor without gaps
 
 
+@pytest.mark.parametrize("rule", [chain, block])
 @pytest.mark.parametrize("hot", [False, True], ids=["all ids", "hot ids"])
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_the_chain_with_real_uniforms_emits_the_target_law(
-    temperature: float, truncation: str, gamma: int, hot: bool
+def test_a_round_with_real_uniforms_emits_the_target_law(
+    temperature: float, truncation: str, gamma: int, hot: bool, rule: Rule
 ) -> None:
     """The first two tokens of 50,000 rounds over random first-order models."""
     vocab_size, num_samples = 6, 50_000
@@ -262,7 +315,7 @@ def test_the_chain_with_real_uniforms_emits_the_target_law(
     for position in range(gamma):
         tokens.append(draw(q_VV[tokens[-1]], uniform[position]))
     fed_BT = torch.stack(tokens, 1)
-    verdict = chain(
+    verdict = rule(
         p_VV[fed_BT], q_VV[fed_BT[:, :-1]], fed_BT[:, 1:], uniform[gamma : 2 * gamma].T, uniform[-2]
     )
     first_B = fed_BT[:, 1].where(verdict.num_accepted_B > 0, verdict.next_token_B)
@@ -393,36 +446,51 @@ def decoder_p_value(
     return law_p_value(samples, exact)
 
 
+DRAFTERS = ["model", "hot ids", "lookup", "combined"]
 SETTINGS = [
-    # every temperature with every gamma, with and without hot ids; truncations and stop ids in turn
-    (temperature, truncation, gamma, hot, stops)
-    for (temperature, gamma, hot), truncation, stops in zip(
-        itertools.product(TEMPERATURES, GAMMAS, [False, True]),
+    # every temperature with every gamma and drafter; truncations, stop ids and rules in turn
+    (temperature, truncation, gamma, kind, stops, rule)
+    for (temperature, gamma, kind), truncation, stops, rule in zip(
+        itertools.product(TEMPERATURES, GAMMAS, DRAFTERS),
         itertools.cycle(TRUNCATIONS),
         itertools.cycle([frozenset(), frozenset({2}), frozenset()]),
+        itertools.cycle([*Verification, *reversed(Verification)]),
         strict=False,
     )
 ]
 
 
-@pytest.mark.parametrize(("temperature", "truncation", "gamma", "hot", "stops"), SETTINGS)
+@pytest.fixture(scope="module")
+def drafter_of(draft: LookupEngine, hot_draft: LookupEngine) -> Callable[[str], Drafter]:
+    def make(kind: str) -> Drafter:
+        model = ModelDrafter(draft, vocab_size=VOCAB_SIZE)
+        # in six ids nearly every token has been seen before
+        found = LookupDrafter(
+            vocab_size=VOCAB_SIZE, device=torch.device("cpu"), shortest=1, longest=2
+        )
+        return {
+            "model": model,
+            "hot ids": ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS),
+            "lookup": found,
+            "combined": CombinedDrafter(model, found, model_gamma=2),
+        }[kind]
+
+    return make
+
+
+@pytest.mark.parametrize(("temperature", "truncation", "gamma", "kind", "stops", "rule"), SETTINGS)
 def test_the_decoder_emits_the_target_law(
     temperature: float,
     truncation: str,
     gamma: int,
-    hot: bool,
+    kind: str,
     stops: frozenset[int],
+    rule: Verification,
     target: LookupEngine,
-    draft: LookupEngine,
-    hot_draft: LookupEngine,
+    drafter_of: Callable[[str], Drafter],
 ) -> None:
     sampling = Sampling(temperature, **TRUNCATIONS[truncation])
-    drafter = (
-        ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS)
-        if hot
-        else ModelDrafter(draft, vocab_size=VOCAB_SIZE)
-    )
-    decoder = Decoder(target, drafter, stops)
+    decoder = Decoder(target, drafter_of(kind), stops, rule)
     exact = exact_law(target, sampling, stops)
     assert (
         decoder_p_value(decoder, exact, sampling=sampling, gamma=gamma, num_samples=800)
@@ -478,7 +546,7 @@ Plant = Callable[[pytest.MonkeyPatch, Decoder, Sampling], None]
 
 
 def no_residual(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
-    patch.setattr(verify, "residual", lambda p_BV, _q_BV, _rejected_B1: p_BV)
+    patch.setattr(verify, "residual", lambda p_BV, *_: p_BV)
 
 
 def draft_temperature(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
@@ -596,48 +664,56 @@ def one_uniform_for_a_round(
     patch.setattr(speculative, "chain", shared)
 
 
+def block_stops_early(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
+    """The block rule, but ended by the first prefix that is not kept."""
+    patch.setattr(verify, "longest_kept", lambda kept_BG: kept_BG.int().cumprod(-1).sum(-1))
+
+
 def nothing(_patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
     """Not a bug: under the same settings the decoder as it is passes."""
 
 
-PLANTS: list[tuple[Plant, Sampling, int, bool]] = [
-    (no_residual, Sampling(1.0), 2, False),
-    (draft_temperature, Sampling(1.0), 3, False),
-    (target_temperature, Sampling(0.6), 2, False),
-    (reused_uniform, Sampling(1.0), 2, False),
-    (dropped_token, Sampling(1.0), 3, False),
-    (bonus_from_draft, Sampling(1.0), 2, False),
-    (late_target_cache, Sampling(1.0), 2, False),
-    (residual_of_untruncated_p, Sampling(1.0, top_p=0.7), 2, False),
-    (q_reported_untruncated, Sampling(1.0, top_p=0.7), 2, False),
-    (wrong_hot_ids, Sampling(1.0), 2, True),
-    (one_uniform_for_a_round, Sampling(1.0), 3, False),
-    (nothing, Sampling(1.0), 2, False),
-    (nothing, Sampling(0.6), 2, False),
-    (nothing, Sampling(1.0, top_p=0.7), 2, False),
-    (nothing, Sampling(1.0), 2, True),
+CHAIN, BLOCK = Verification.chain, Verification.block
+PLANTS: list[tuple[Plant, Sampling, int, str, Verification]] = [
+    (no_residual, Sampling(1.0), 2, "model", CHAIN),
+    (no_residual, Sampling(1.0), 2, "model", BLOCK),
+    (draft_temperature, Sampling(1.0), 3, "model", CHAIN),
+    (draft_temperature, Sampling(1.0), 3, "model", BLOCK),
+    (target_temperature, Sampling(0.6), 2, "model", CHAIN),
+    (reused_uniform, Sampling(1.0), 2, "model", CHAIN),
+    (dropped_token, Sampling(1.0), 3, "model", CHAIN),
+    (bonus_from_draft, Sampling(1.0), 2, "model", CHAIN),
+    (late_target_cache, Sampling(1.0), 2, "model", BLOCK),
+    (residual_of_untruncated_p, Sampling(1.0, top_p=0.7), 2, "model", CHAIN),
+    (q_reported_untruncated, Sampling(1.0, top_p=0.7), 2, "model", BLOCK),
+    (wrong_hot_ids, Sampling(1.0), 2, "hot ids", BLOCK),
+    (one_uniform_for_a_round, Sampling(1.0), 3, "model", CHAIN),
+    (block_stops_early, Sampling(1.0), 3, "model", BLOCK),
+    (nothing, Sampling(1.0), 2, "model", CHAIN),
+    (nothing, Sampling(1.0), 3, "model", BLOCK),
+    (nothing, Sampling(0.6), 2, "model", CHAIN),
+    (nothing, Sampling(1.0, top_p=0.7), 2, "model", CHAIN),
+    (nothing, Sampling(1.0), 2, "hot ids", BLOCK),
+    (nothing, Sampling(1.0), 2, "combined", BLOCK),
 ]
 
 
 @pytest.mark.parametrize(
-    ("plant", "sampling", "gamma", "hot"), PLANTS, ids=[plant.__name__ for plant, *_ in PLANTS]
+    ("plant", "sampling", "gamma", "kind", "rule"),
+    PLANTS,
+    ids=[f"{plant.__name__}-{rule}" for plant, *_, rule in PLANTS],
 )
 def test_the_check_fails_on_a_planted_bug(
     plant: Plant,
     sampling: Sampling,
     gamma: int,
-    hot: bool,
+    kind: str,
+    rule: Verification,
     target: LookupEngine,
-    draft: LookupEngine,
-    hot_draft: LookupEngine,
+    drafter_of: Callable[[str], Drafter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drafter = (
-        ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS)
-        if hot
-        else ModelDrafter(draft, vocab_size=VOCAB_SIZE)
-    )
-    decoder = Decoder(target, drafter, frozenset())
+    decoder = Decoder(target, drafter_of(kind), frozenset(), rule)
     exact = exact_law(target, sampling, frozenset())
     plant(monkeypatch, decoder, sampling)
     p_value = decoder_p_value(

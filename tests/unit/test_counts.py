@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.decoding.drafters import ModelDrafter
+from models.decoding.drafters import ModelDrafter, Proposal
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Counts, Decoder
@@ -45,6 +45,8 @@ def test_sums_agree_with_each_other(rounds: list[Call]) -> None:
         length * n for length, n in enumerate(counts.calls_by_length, 1)
     )
     assert counts.num_tokens == sum(call[3] for call in rounds)
+    assert counts.num_target_calls == sum(counts.calls_by_width)
+    assert counts.num_drafted == sum(i * n for i, n in enumerate(counts.calls_by_width))
     assert (sum(counts.drafted_at), sum(counts.tested_at), sum(counts.accepted_at)) == (
         counts.num_drafted,
         counts.num_tested,
@@ -126,10 +128,10 @@ class Scripted:
 
     def draft(
         self, tokens: list[int], gamma: int, _sampling: Sampling, _uniform_G: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         at = len(tokens) - self.start_length
         ids_1G = torch.tensor([self.continuation[at : at + gamma]])
-        return ids_1G, torch.nn.functional.one_hot(ids_1G, 64).float()
+        return Proposal(ids_1G, torch.nn.functional.one_hot(ids_1G, 64).float(), 0)
 
 
 PROMPT = [5, 17]

@@ -126,7 +126,9 @@ def test_summary_stars_the_recommended_row_only() -> None:
     assert shown["tokens/s"] == f"{rates.autoregressive:.1f} → {rates.speculative:.1f}"
     num_pooled = 2 * 4
     num_by_category = 6 * 2  # categories and temperatures, at the best draft length only
-    assert len(rows) == num_pooled + num_by_category
+    with_lookup = [cells[0] for cells in rows if "lookup" in cells[0]]
+    assert with_lookup == ["all, with lookup"] * 2  # greedy and sampled
+    assert len(rows) == num_pooled + len(with_lookup) + num_by_category
 
 
 def test_every_column_names_a_field_of_the_report() -> None:

@@ -1,0 +1,149 @@
+"""Prompt lookup, alone and beside a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter, Proposal
+from models.decoding.engine import Engine
+from models.decoding.sampling import Sampling
+from models.decoding.speculative import Decoder
+from tests.families import tiny_family
+
+VOCAB_SIZE = 64
+AT_ONE = Sampling(1.0)
+
+
+def lookup(shortest: int = 2, longest: int = 4) -> LookupDrafter:
+    return LookupDrafter(
+        vocab_size=VOCAB_SIZE, device=torch.device("cpu"), shortest=shortest, longest=longest
+    )
+
+
+def found(drafter: LookupDrafter, tokens: Sequence[int], gamma: int) -> list[int]:
+    proposal = drafter.draft(tokens, gamma, AT_ONE, torch.empty(0))
+    assert proposal.num_steps == 0
+    assert proposal.laws_1GV.shape == (*proposal.ids_1G.shape, VOCAB_SIZE)
+    assert torch.equal(proposal.laws_1GV.argmax(-1), proposal.ids_1G)
+    assert (proposal.laws_1GV.sum(-1) == 1).all()
+    ids: list[int] = proposal.ids_1G[0].tolist()
+    return ids
+
+
+def searched(tokens: Sequence[int], gamma: int, shortest: int, longest: int) -> list[int]:
+    """The same by plain search."""
+    for length in range(min(longest, len(tokens)), shortest - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if list(tokens[end - length : end]) == list(tokens[-length:]):
+                text = list(tokens)
+                for i in range(gamma):
+                    text.append(text[end + i])
+                return text[len(tokens) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 6), st.integers(1, 3))
+def test_it_follows_the_latest_longest_match(tokens: list[int], gamma: int, shortest: int) -> None:
+    drafter = lookup(shortest, shortest + 2)
+    drafter.start(tokens[:1])
+    for length in range(1, len(tokens) + 1):  # as the text grows
+        want = searched(tokens[:length], gamma, shortest, shortest + 2)
+        assert found(drafter, tokens[:length], gamma) == want
+
+
+def test_a_loop_is_drafted_as_a_loop() -> None:
+    assert found(lookup(), [9, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_another_text_starts_afresh() -> None:
+    drafter = lookup()
+    assert found(drafter, [1, 2, 3, 1, 2], 1) == [3]
+    drafter.start([5])
+    assert found(drafter, [5, 1, 2], 1) == []
+    assert found(drafter, [5, 1, 2, 7, 1, 2], 1) == [7]
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(0, 2), (3, 2)])
+def test_impossible_lengths_are_refused(shortest: int, longest: int) -> None:
+    with pytest.raises(ValueError, match="shortest"):
+        lookup(shortest, longest)
+
+
+class Watched(ModelDrafter):
+    """Notes what it is asked for."""
+
+    asked: list[int]
+
+    def draft(self, tokens: Sequence[int], gamma: int, *rest: object) -> Proposal:
+        self.asked.append(gamma)
+        return super().draft(tokens, gamma, *rest)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model() -> Watched:
+    drafter = Watched(
+        Engine(tiny_family("gpt2"), num_rows=1, capacity=96, compiled=False), vocab_size=VOCAB_SIZE
+    )
+    drafter.asked = []
+    return drafter
+
+
+def test_the_model_drafts_where_nothing_matches(model: Watched) -> None:
+    drafter = CombinedDrafter(model, lookup(), model_gamma=2)
+    prompt = [1, 2, 3]
+    drafter.start(prompt)
+    uniform_G = torch.full((5,), 0.5)
+    own = drafter.draft(prompt, 5, AT_ONE, uniform_G)
+    assert (own.num_steps, own.ids_1G.shape) == (2, (1, 2))
+    looked_up = drafter.draft([1, 2, 3, 1, 2], 5, AT_ONE, uniform_G)
+    assert (looked_up.num_steps, looked_up.ids_1G.tolist()) == (0, [[3, 1, 2, 3, 1]])
+    assert model.asked == [2]
+
+
+def test_after_lookups_the_model_knows_the_whole_text(model: Watched) -> None:
+    """What was committed while the model was not asked is read when it is asked again."""
+    drafter = CombinedDrafter(model, lookup(), model_gamma=2)
+    prompt, later = [1, 2, 1], [1, 2, 1, 2, 1, 2, 1, 4, 5]
+    drafter.start(prompt)
+    uniform_G = torch.tensor([0.3, 0.7])
+    # of the first two drafts none is accepted: the target goes on with 2
+    for tokens in (prompt, [1, 2, 1, 2], later):
+        last = drafter.draft(tokens, 2, AT_ONE, uniform_G)
+    fresh = ModelDrafter(
+        Engine(tiny_family("gpt2"), num_rows=1, capacity=96, compiled=False), vocab_size=VOCAB_SIZE
+    )
+    fresh.start(later)
+    want = fresh.draft(later, 2, AT_ONE, uniform_G)
+    assert torch.equal(last.ids_1G, want.ids_1G)
+    torch.testing.assert_close(last.laws_1GV, want.laws_1GV, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "combined"])
+def test_greedy_output_is_the_targets(kind: str, model: Watched) -> None:
+    target = Engine(tiny_family("llama"), num_rows=1, capacity=96, compiled=False)
+    one = lookup(shortest=1)
+    drafter = one if kind == "lookup" else CombinedDrafter(model, one, model_gamma=1)
+    outputs = []
+    for gamma in (0, 4):
+        tokens, counts = Decoder(target, drafter, frozenset()).decode(
+            [5, 17, 5],
+            gamma=gamma,
+            max_new_tokens=60,
+            sampling=Sampling(0.0),
+            rng=torch.Generator(),
+        )
+        outputs.append(tokens)
+    assert outputs[0] == outputs[1]
+    assert counts.num_accepted > 0
+    assert counts.num_draft_steps == sum(model.asked)
+    assert counts.num_target_calls < 60
+
+
+def test_the_model_must_draft_something(model: Watched) -> None:
+    with pytest.raises(ValueError, match="model_gamma=0"):
+        CombinedDrafter(model, lookup(), model_gamma=0)
