@@ -155,7 +155,7 @@ class DataConfig:
     """Prompts. A mixture of `sources`, `num_train` + `num_validation` prompts in all."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    num_train: int = 1500
+    num_train: int = 1650
     num_validation: int = 96
     min_chars: int = 8
     max_chars: int = 700  # of a prompt, all its turns together
@@ -207,7 +207,7 @@ class GenerateConfig:
     answers_per_prompt: int = 1
     max_new_tokens: int = 192
     max_prompt_tokens: int = 224
-    batch_size: int = 64  # rows decoded together
+    batch_size: int = 128  # rows decoded together
     top_k: int = 48  # recorded ids per position
     # at most so many training positions keep their final hidden state, for the warm start
     warm_start_tokens: int = 32768
@@ -317,10 +317,11 @@ class OptimConfig:
     name: Optimizer = Optimizer.adamw
     lr: float = 1e-3  # of the matrices (muon) or of everything (adamw)
     adam_lr: float = 1e-3  # of what Muon does not take (norms, embeddings)
+    newton_schulz_steps: int = 3  # of Muon, each as costly as the others; its authors take 5
     weight_decay: float = 0.0
     warmup_share: float = 0.02
-    decay_share: float = 0.5  # share of the steps over which the rate falls linearly to zero
-    num_epochs: float = 2.0
+    decay_share: float = 0.8  # share of the steps over which the rate falls linearly to zero
+    num_epochs: float = 2.5
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
     # supervised and prompt tokens in one optimizer step, over all processes
     tokens_per_step: int = 512
@@ -335,6 +336,13 @@ class OptimConfig:
             self.num_epochs,
             "nothing would be learned",
             "Use more than 0",
+        )
+        require(
+            1 <= self.newton_schulz_steps < 100,
+            "optim.newton_schulz_steps",
+            self.newton_schulz_steps,
+            "an update of Muon takes 1 to 99 of them",
+            "Use 3 to 5",
         )
         require(
             self.tokens_per_step >= 1,
@@ -389,8 +397,8 @@ class EvalConfig:
     """Measurement: suites never seen in training, decoded with and without the draft."""
 
     suites: dict[str, SourceConfig] = field(default_factory=dict)
-    prompts_per_category: int = 4
-    max_new_tokens: int = 48
+    prompts_per_category: int = 3
+    max_new_tokens: int = 64
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     gammas: list[int] = field(default_factory=lambda: [1, 2])
     # the draft is also measured beside prompt lookup, which drafts up to so many tokens; 0: not

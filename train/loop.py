@@ -181,14 +181,12 @@ class Trainer:
             decay_share=self.config.optim.decay_share,
         )
         loss = float(totals[0])
-        if not math.isfinite(loss) or not all(
-            torch.isfinite(gradient).all() for gradient in self._gradients()
-        ):
+        norm = self.optimizers.step(factor) if math.isfinite(loss) else math.nan
+        if not math.isfinite(norm):
             answers = sorted(self.train_rows[i].index for share in self.plan[step] for i in share)
             raise self._non_finite(
                 f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
-        norm = self.optimizers.step(factor)
         return Sums(loss, float(totals[1]), int(totals[2])), norm
 
     _last_saved: int | None = None

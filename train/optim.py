@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,13 @@ class Optimizers:
         self.members: list[torch.optim.Optimizer] = []
         if matrices:
             self.members.append(
-                torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
+                torch.optim.Muon(
+                    matrices,
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    ns_steps=config.newton_schulz_steps,
+                    adjust_lr_fn="match_rms_adamw",  # a rate then means what it does for AdamW
+                )
             )
         if rest:
             rate = config.adam_lr if config.name is Optimizer.muon else config.lr
@@ -46,13 +53,16 @@ class Optimizers:
     def step(self, factor: float) -> float:
         """Clip, update at `factor` times the base rates, clear gradients; returns the gradient norm
         before clipping.
+
+        With a norm that is no finite number nothing is updated: some gradient is none either.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.clip))
         for member, base in zip(self.members, self.base, strict=True):
             member.param_groups[0]["lr"] = base * factor
-            member.step()
+            if math.isfinite(norm):
+                member.step()
             member.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     def state_dict(self) -> list[dict[str, Any]]:
         """States of all members."""

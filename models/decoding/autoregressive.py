@@ -16,7 +16,7 @@ from models.decoding.engine import Engine
 from models.decoding.sampling import check_finite, draw_mixed
 
 PREFILL_TOKENS = 512  # of prompts that are read in one call
-PATIENCE = 16  # a share of 1 / so many of the rows may be empty while requests wait
+PATIENCE = 32  # a share of 1 / so many of the rows may be empty while requests wait
 
 
 @dataclass(frozen=True)

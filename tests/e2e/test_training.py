@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -385,6 +386,19 @@ def test_every_parameter_has_one_optimizer_and_embeddings_never_muon(name: Optim
     tables = {id(model.transformer.wte.weight), id(model.transformer.wpe.weight)}
     matrices = {id(p) for p in draft.parameters() if p.ndim == 2} - tables
     assert by_muon == (matrices if name is Optimizer.muon else set())
+
+
+def test_a_norm_that_overflows_updates_nothing(recording: Recording) -> None:
+    trainer = trainer_of(recording, recording.train)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    for parameter in trainer.optimizers.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    trainer.model.map.weight.grad[0, 0] = torch.inf
+    assert not math.isfinite(trainer.optimizers.step(1.0))
+    assert_identical(trainer.model.state_dict(), before)
+    trainer.model.map.weight.grad = torch.ones_like(trainer.model.map.weight)
+    assert math.isfinite(trainer.optimizers.step(1.0))
+    assert not torch.equal(trainer.model.map.weight, before["map.weight"])
 
 
 # ---------------------------------------------------------------- empty and broken steps

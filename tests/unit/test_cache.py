@@ -115,20 +115,30 @@ def test_storage_follows_the_longest_row_down_and_up(family: str) -> None:
     rows.extend(3, seed=30)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_several_rows_start_in_one_padded_call(family: str) -> None:
     """Lines padded on the right: what padding wrote is overwritten before anything reads it."""
-    rows = Rows(engine_of(tiny_family(family), 3), tiny_family(family), [12, 7, 9])
-    rows.texts[2], rows.texts[0] = text(5, seed=50), text(8, seed=51)
-    lines = torch.tensor([[*rows.texts[2], 0, 0, 0], rows.texts[0]])
-    logits_BTV = rows.engine.forward(
-        lines, torch.arange(8).expand(2, 8), longest=8, rows_B=torch.tensor([2, 0]), fresh=True
-    )
-    torch.testing.assert_close(
-        logits_BTV[0, :5], uncached(rows.reference, rows.texts[2]), **TOLERANCE
-    )
-    torch.testing.assert_close(logits_BTV[1], uncached(rows.reference, rows.texts[0]), **TOLERANCE)
+    rows = Rows(engine_of(tiny_family(family), 4), tiny_family(family), [12, 7, 9, 3])
+    prompts = {2: text(5, seed=50), 0: text(8, seed=51), 3: text(5, seed=52)}
+    logits_BUV, own_B = rows.engine.prefill_together(list(prompts.values()), list(prompts))
+    assert logits_BUV.shape == (3, 2, VOCAB_SIZE)  # two different ends
+    for line, (row, tokens) in enumerate(prompts.items()):
+        want_V = uncached(rows.reference, tokens)[-1]
+        torch.testing.assert_close(logits_BUV[line, own_B[line]], want_V, **TOLERANCE)
+        rows.texts[row] = tokens
     rows.extend(3, seed=20)
+    rows.extend(2, seed=30)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_kept_rows_go_on_without_the_others(family: str) -> None:
+    rows = Rows(engine_of(tiny_family(family), 4), tiny_family(family), [12, 7, 9, 3])
+    rows.engine.cache.keep([3, 1])
+    rows.texts = [rows.texts[3], rows.texts[1]]
+    rows.extend(2, seed=10)
+    rows.take_back([1, 0])
+    rows.extend(3, seed=20)
+    assert rows.engine.cache.num_rows == 2
 
 
 def test_reading_the_cache_of_some_rows_only_is_refused() -> None:
