@@ -326,7 +326,7 @@ class OptimConfig:
     # supervised and prompt tokens in one optimizer step, over all processes
     tokens_per_step: int = 512
     grad_clip: float = 1.0
-    evaluate_every: int = 250  # optimizer steps between validations (and checkpoints)
+    evaluate_every: int = 400  # optimizer steps between validations (and checkpoints)
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", self.lr, "nothing would be learned", "Use a positive rate")
@@ -400,7 +400,9 @@ class EvalConfig:
     prompts_per_category: int = 3
     max_new_tokens: int = 64
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    gammas: list[int] = field(default_factory=lambda: [1, 2])
+    gammas: list[int] = field(default_factory=lambda: [1, 2, 4])
+    # a draft ends once the product of its tokens' probabilities is below this; 0: never
+    stop_below: float = 0.4
     # the draft is also measured beside prompt lookup, which drafts up to so many tokens; 0: not
     lookup_gamma: int = 4
     verification: Verification = Verification.block  # at temperature > 0
@@ -417,11 +419,18 @@ class EvalConfig:
                 "Use 1 or more",
             )
         require(
-            self.lookup_gamma == 0 or self.lookup_gamma >= min(self.gammas, default=1),
+            0 <= self.stop_below < 1,
+            "eval.stop_below",
+            self.stop_below,
+            "it is compared with a probability",
+            "Use 0 (never stop) up to less than 1",
+        )
+        require(
+            self.lookup_gamma >= 0,
             "eval.lookup_gamma",
             self.lookup_gamma,
-            "prompt lookup drafts at least as far as the draft model",
-            "Use 0 to leave it out, or at least the smallest of eval.gammas",
+            "it counts tokens",
+            "Use 0 to leave prompt lookup out",
         )
         require(
             len(self.gammas) > 0,

@@ -21,6 +21,7 @@ examples:
   python -m eval chat --run smoke --gamma 3  of another run, drafting 3 tokens at a time
   python -m eval chat --once "Why is the sky blue?"
   python -m eval bench                       write outputs/bench/bench.json, show it as a table
+  python -m eval bench --only e2e            what the last run reached, without measuring again
 
 Measuring a draft is a stage of the pipeline: python -m train stage=evaluate
 """
@@ -72,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--outputs", type=Path, default=Path("outputs"), help="folder of the runs (%(default)s)"
         )
+    bench.add_argument(
+        "--only",
+        nargs="+",
+        choices=("e2e", "decode"),
+        help="these groups of figures (default: all)",
+    )
     chat.add_argument("--once", metavar="PROMPT", help="answer this and leave")
     chat.add_argument(
         "--temperature", type=number(float, 0), default=0.7, help="0 is greedy (%(default)s)"
@@ -128,9 +135,12 @@ def chosen_run(outputs: Path, name: str | None) -> Path:
 
 def bench_command(options: argparse.Namespace) -> int:
     """`python -m eval bench`."""
-    from eval.bench import bench
+    from eval.bench import BENCHMARKS, bench
+    from eval.bench_decode import decode
 
-    rows = bench(options.outputs / (options.run or "main"), options.outputs)
+    known = {**BENCHMARKS, "decode": decode}
+    chosen = {name: known[name] for name in options.only or known}
+    rows = bench(options.outputs / (options.run or "main"), options.outputs, benchmarks=chosen)
     return int(any(row.error for row in rows))
 
 

@@ -119,8 +119,8 @@ def end_to_end(folder: Path, _outputs: Path) -> list[Row]:
     ]
 
 
-# Name (the prefix of its rows) -> benchmark, in the order they run. Other modules of eval add a
-# line here; what eval may not import is passed to `bench` by its caller.
+# Name (the prefix of its rows) -> benchmark, in the order they run; those that load models are
+# added by the caller of `bench`.
 BENCHMARKS: dict[str, Benchmark] = {"e2e": end_to_end}
 
 

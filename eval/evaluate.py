@@ -239,7 +239,7 @@ def decoders(models: ModelPair, settings: EvalConfig) -> list[tuple[Decoder, int
         lookup = LookupDrafter(
             vocab_size=models.drafter.vocab_size, device=models.decoder.target.device
         )
-        drafter = CombinedDrafter(models.drafter, lookup, model_gamma=min(settings.gammas))
+        drafter = CombinedDrafter(models.drafter, lookup, model_gamma=max(settings.gammas))
         found.append((replace(plain, drafter=drafter), settings.lookup_gamma))
     return found
 

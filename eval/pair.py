@@ -50,6 +50,7 @@ class ModelPair:
             Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
             vocab_size=target.config.vocab_size,
             hot_ids=hot_ids_H,
+            stop_below=config.eval.stop_below,
         )
         engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
         decoder = Decoder(engine, drafter, target.stop_ids)

@@ -101,11 +101,16 @@ class Pair:
 
 def speedup(pairs: Sequence[Pair], confidence: float) -> Interval:
     """Total autoregressive over total speculative time; interval by resampling prompts (seeded)."""
-    times = torch.tensor([pair.seconds()[:2] for pair in pairs], dtype=torch.float64)
+    return ratio_interval([pair.seconds()[:2] for pair in pairs], confidence)
+
+
+def ratio_interval(pairs: Sequence[tuple[float, float]], confidence: float) -> Interval:
+    """Sum of the first over sum of the second numbers; bootstrap over pairs (seeded)."""
+    both = torch.tensor(pairs, dtype=torch.float64)
     pick = torch.randint(
-        len(times), (RESAMPLES, len(times)), generator=torch.Generator().manual_seed(0)
+        len(both), (RESAMPLES, len(both)), generator=torch.Generator().manual_seed(0)
     )
-    sums = times[pick].sum(1)
+    sums = both[pick].sum(1)
     edges = torch.tensor([(1 - confidence) / 2, 0.5, (1 + confidence) / 2], dtype=torch.float64)
     low, median, high = (sums[:, 0] / sums[:, 1]).quantile(edges).tolist()
     return Interval(median=median, low=low, high=high)

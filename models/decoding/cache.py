@@ -31,6 +31,9 @@ class RaggedLayer(CacheLayerMixin):
     is_sliding = False
     keys: Tensor
     values: Tensor
+    # of a beginning that all texts have, shape 1KSD
+    shared_keys: Tensor
+    shared_values: Tensor
 
     def __init__(
         self, cache: RaggedCache, num_rows: int, num_heads: int, window: int, head_dim: int
@@ -52,9 +55,23 @@ class RaggedLayer(CacheLayerMixin):
         where = self.where
         self.keys[where.rows_B1, :, where.positions_BT] = key_states.transpose(1, 2)
         self.values[where.rows_B1, :, where.positions_BT] = value_states.transpose(1, 2)
-        if where.fresh:  # a prefill from position 0 attends to nothing but itself
+        if not where.fresh:
+            return self.keys, self.values
+        if not where.num_shared:  # a prefill from position 0 attends to nothing but itself
             return key_states, value_states
-        return self.keys, self.values
+        rows_B, num_shared = where.rows_B1[:, 0], where.num_shared
+        self.keys[rows_B, :, :num_shared] = self.shared_keys
+        self.values[rows_B, :, :num_shared] = self.shared_values
+        size = (len(rows_B), -1, -1, -1)
+        return (
+            torch.cat([self.shared_keys.expand(size), key_states], 2),
+            torch.cat([self.shared_values.expand(size), value_states], 2),
+        )
+
+    def share(self, num_tokens: int) -> None:
+        """Remember the beginning of row 0."""
+        self.shared_keys = self.keys[:1, :, :num_tokens].clone()
+        self.shared_values = self.values[:1, :, :num_tokens].clone()
 
     def resize(self, window: int) -> None:
         """Make the storage `window` tokens long, keeping what fits."""
@@ -85,12 +102,15 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class Where:
-    """Rows and positions of the current call, and whether it starts rows afresh."""
+    """Rows and positions of the current call, whether it starts rows afresh, and behind how many
+    shared tokens.
+    """
 
     def __init__(self, rows_B1: Tensor):
         self.rows_B1 = rows_B1
         self.positions_BT = torch.zeros_like(rows_B1)
         self.fresh = False
+        self.num_shared = 0
 
 
 class RaggedCache(Cache):
@@ -122,14 +142,21 @@ class RaggedCache(Cache):
         super().__init__(layers=list(self.ragged))
         self.views = [LayerView(layer) for layer in self.ragged]
 
-    def place(self, rows_B: Tensor | None, positions_BT: Tensor, longest: int, fresh: bool) -> None:
+    def place(
+        self,
+        rows_B: Tensor | None,
+        positions_BT: Tensor,
+        longest: int,
+        fresh: bool,
+        num_shared: int = 0,
+    ) -> None:
         """Announce the next call: which rows and positions it writes, and how far it reads
         (`longest` tokens).
         """
         where = self.where
         where.rows_B1 = self.all_rows_B1 if rows_B is None else rows_B.unsqueeze(1)
         where.positions_BT = positions_BT
-        where.fresh = fresh
+        where.fresh, where.num_shared = fresh, num_shared
         needed = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
         # `longest` of a prefill is that of one row, so only calls over all rows may shrink the
         # storage, and late

@@ -29,10 +29,23 @@ class ModelDrafter:
 
     With `hot_ids` the draft's head has been narrowed to those ids (FR-Spec, 2502.14856): q is zero
     elsewhere, so the output law stays the target's and the head costs len(hot_ids) / V of its time.
+
+    A draft ends early once the product of its tokens' probabilities at temperature 1 is below
+    `stop_below`: what comes after a doubtful token is rarely reached. The doubtful token itself is
+    verified like the others, so the output law does not change. 0 always drafts gamma tokens, and
+    then no token waits for its probability to reach the host.
     """
 
-    def __init__(self, engine: Engine, *, vocab_size: int, hot_ids: Tensor | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        vocab_size: int,
+        hot_ids: Tensor | None = None,
+        stop_below: float = 0.0,
+    ):
         self.engine, self.vocab_size, self.hot_ids = engine, vocab_size, hot_ids
+        self.stop_below = stop_below
         self._cached = 0
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -53,13 +66,14 @@ class ModelDrafter:
     def draft(
         self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
     ) -> Proposal:
-        """`gamma` tokens after `tokens`, one uniform each."""
+        """At most `gamma` tokens after `tokens`, one uniform each."""
         device = self.engine.device
         self.settle(tokens)
         feed = torch.tensor([list(tokens[self._cached :])], device=device)
         ids: list[Tensor] = []
         laws: list[Tensor] = []
         length = len(tokens)
+        confidence = 1.0
         for step in range(gamma):
             positions = torch.arange(length - feed.shape[1], length, device=device).unsqueeze(0)
             logits = self.engine.forward(feed, positions, longest=length, last_only=True)
@@ -72,8 +86,12 @@ class ModelDrafter:
             ids.append(feed)
             laws.append(q)
             length += 1
+            if self.stop_below:
+                confidence *= float(logits.float().softmax(-1).gather(-1, index.unsqueeze(-1)))
+                if confidence < self.stop_below:
+                    break
         self._cached = length - 1
-        return Proposal(torch.cat(ids, 1), self._spread(torch.cat(laws, 1)), gamma)
+        return Proposal(torch.cat(ids, 1), self._spread(torch.cat(laws, 1)), len(ids))
 
     def _spread(self, q_1GH: Tensor) -> Tensor:
         """Laws over the hot ids as laws over the target's vocabulary."""

@@ -148,6 +148,7 @@ class Engine:
         self.cache.compiled = self.compiled and not is_shallow
         self._run = _compiled(model.forward) if self.compiled and is_shallow else model
         self.capacity = capacity
+        self._shared: list[int] = []
         self._slots_S = torch.arange(capacity, device=model.device)
         names = inspect.signature(model.forward).parameters
         self._cache_key = "cache" if "cache" in names else "past_key_values"
@@ -163,6 +164,7 @@ class Engine:
         fresh: bool = False,
         last_only: bool = False,
         only_T: Tensor | None = None,
+        num_shared: int = 0,
     ) -> Tensor:
         """Logits (BTV, in the model's dtype) after each of the given tokens.
 
@@ -176,6 +178,7 @@ class Engine:
             fresh: the lines start at position 0, so they attend to themselves alone.
             last_only: only the logits of the last position, shape B1V.
             only_T: only the logits of these places among T.
+            num_shared: with `fresh`, the lines start behind so many tokens of the shared beginning.
         """
         if longest > self.capacity:
             raise ValueError(
@@ -183,8 +186,8 @@ class Engine:
                 " raise capacity."
             )
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
-        self.cache.place(rows_B, positions_BT, longest, fresh)
-        read = tokens_BT.shape[1] if fresh else self.cache.window
+        self.cache.place(rows_B, positions_BT, longest, fresh, num_shared)
+        read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
         kept: Tensor | int = int(last_only) if only_T is None else only_T
         return self._run(
             input_ids=tokens_BT,
@@ -211,22 +214,40 @@ class Engine:
         """Start rows afresh in one call, padded to the longest prompt: logits BUV at the U distinct
         places where a prompt ends, and which of these is each row's own, shape B.
 
-        Padding lands behind the end of a row, where nothing looks until it is overwritten.
+        Padding lands behind the end of a row, where nothing looks until it is overwritten. The
+        shared beginning is not read again by prompts that all have it.
         """
+        num_shared = len(self._shared)
+        if not all(
+            len(prompt) > num_shared and list(prompt[:num_shared]) == self._shared
+            for prompt in prompts
+        ):
+            num_shared = 0
         longest = max(map(len, prompts))
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        padded = [[*prompt[num_shared:], *[0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
-        ends = [len(prompt) - 1 for prompt in prompts]
+        ends = [len(prompt) - 1 - num_shared for prompt in prompts]
         ends_U, own_B = torch.tensor(ends, device=self.device).unique(return_inverse=True)
         logits_BUV = self.forward(
             tokens_BT,
-            torch.arange(longest, device=self.device).expand_as(tokens_BT),
+            torch.arange(num_shared, longest, device=self.device).expand_as(tokens_BT),
             longest=longest,
             rows_B=torch.tensor(rows, device=self.device),
             fresh=True,
             only_T=ends_U,
+            num_shared=num_shared,
         )
         return logits_BUV, own_B
+
+    def share(self, beginning: Sequence[int]) -> None:
+        """Read what prompts begin with, a system prompt for example, once and for all. Takes row
+        0.
+        """
+        if beginning:
+            self.prefill(beginning)
+            for layer in self.cache.ragged:
+                layer.share(len(beginning))
+        self._shared = list(beginning)
 
     def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
         """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the

@@ -145,6 +145,9 @@ class Decoder:
     """A target and, for gamma > 0, a drafter. One prompt at a time.
 
     `rule` is `chain` or `block`; greedy, and where one token was drafted, they are the same.
+    With a `fixed_width` every target call reads at least so many tokens, so that calls with and
+    without a draft have one shape: in bfloat16 the same sums over one token and over several round
+    differently, and near ties then fall either way. Take gamma + 1, for both.
     `stop_ids` end an output and are part of it. Uniforms come from `rng`, so equal seeds give equal
     outputs.
     """
@@ -153,6 +156,7 @@ class Decoder:
     drafter: Drafter | None
     stop_ids: frozenset[int]
     rule: Verification = Verification.block
+    fixed_width: int = 0
 
     def decode(
         self,
@@ -217,12 +221,12 @@ class Decoder:
             )
             width = drafted_1G.shape[1]
             last = torch.tensor([[tokens[-1]]], device=device)
-            positions = torch.arange(len(tokens) - 1, len(tokens) + width, device=device).unsqueeze(
-                0
-            )
-            logits = self.target.forward(
-                torch.cat([last, drafted_1G], 1), positions, longest=len(tokens) + width
-            )
+            # what fills a fixed width stands behind everything that is read, and is overwritten
+            filler = last.new_zeros(1, max(0, self.fixed_width - 1 - width))
+            fed_1T = torch.cat([last, drafted_1G, filler], 1)
+            longest = len(tokens) - 1 + fed_1T.shape[1]
+            positions = torch.arange(len(tokens) - 1, longest, device=device).unsqueeze(0)
+            logits = self.target.forward(fed_1T, positions, longest=longest)[:, : width + 1]
             p = law(logits, sampling, side="target", first_position=len(tokens) - 1)
             verdict = verify(
                 p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[most : most + 1]
@@ -249,7 +253,7 @@ class Decoder:
             raise ValueError(
                 "prompt: it is empty; a target needs a token to start from, for example its BOS."
             )
-        if len(prompt) + max_new_tokens > self.target.capacity:
+        if len(prompt) + max_new_tokens + max(0, self.fixed_width - 1) > self.target.capacity:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + {max_new_tokens} new ones exceed the context of"
                 f" {self.target.capacity}. Shorten the prompt or lower max_new_tokens."

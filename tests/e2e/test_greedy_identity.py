@@ -232,3 +232,35 @@ def test_nan_logits_name_the_side_and_the_position(side: str, engine: Engine) ->
     decoder = Decoder(target, ModelDrafter(draft, vocab_size=VOCAB_SIZE), frozenset())
     with pytest.raises(NonFiniteLogits, match=f"{side}: logits are NaN at row 0, position 3"):
         decode(decoder, [3, 4, 5, 9], 2, 5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_at_a_fixed_width_bfloat16_outputs_are_identical_too(family: str) -> None:
+    """Calls of one shape round alike, whether or not a draft is behind them."""
+    choose = random.Random(0)
+    target, draft = (tiny_family(family, seed=seed).bfloat16() for seed in (0, 1))
+    draft.load_state_dict(target.state_dict())
+    for name, parameter in draft.named_parameters():
+        if ".1." in name:
+            parameter.data.mul_(0.5)
+    gamma, accepted = 3, 0
+    decoder = Decoder(
+        engine_of(target),
+        ModelDrafter(engine_of(draft), vocab_size=VOCAB_SIZE),
+        frozenset(),
+        fixed_width=gamma + 1,
+    )
+    for length in range(1, 13):
+        prompt = [choose.randrange(VOCAB_SIZE) for _ in range(length)]
+        alone, _ = decode(decoder, prompt, 0, CAPACITY - 16)
+        together, counts = decode(decoder, prompt, gamma, CAPACITY - 16)
+        assert together == alone
+        accepted += counts.num_accepted
+    assert accepted > 50
+
+
+def test_a_fixed_width_needs_room_for_itself() -> None:
+    decoder = Decoder(engine_of(tiny_family("llama")), None, frozenset(), fixed_width=4)
+    assert len(decode(decoder, [1, 2], 0, CAPACITY - 5)[0]) == CAPACITY - 5
+    with pytest.raises(ValueError, match="exceed the context"):
+        decode(decoder, [1, 2], 0, CAPACITY - 4)

@@ -23,6 +23,7 @@ import pytest
 
 from conf.contracts import Corpus, Draft, Lessons, Manifest, Report, Result
 from data.shards import Row, check_shard, read_split
+from eval.bench_decode import decode
 from tests.offline_wandb import OfflineRun, read_offline_runs
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -265,6 +266,22 @@ def check_identities(row: Result, report: Report) -> None:
     assert 0 < row.speedup.low <= row.speedup.median <= row.speedup.high < math.inf
     # float32: the gate for exactness
     assert row.identical_outputs == (1.0 if row.temperature == 0 else None)
+
+
+def test_the_decoder_is_measured_beside_transformers(finished: Finished) -> None:
+    rows = {row.name: row for row in decode(finished.folder, finished.place.outputs)}
+    assert list(rows) == [
+        *("decode.efficiency", "decode.vs_hf_assisted", "decode.autoregressive_vs_hf.b1"),
+        *("decode.autoregressive_vs_hf.b8", "decode.draft_step_ratio", "decode.block_vs_chain"),
+        *("decode.identical_fp32.fixed_width", "decode.identical_fp32.free_width"),
+    ]
+    shares = [rows.pop(name) for name in list(rows) if "identical" in name]
+    assert [row.value for row in shares] == [1.0, 1.0]
+    for row in rows.values():
+        assert row.value is not None and row.low is not None and row.high is not None
+        assert 0 < row.low <= row.value <= row.high < math.inf
+    assert rows["decode.efficiency"].value == finished.report.best.efficiency
+    assert rows["decode.block_vs_chain"].value > 0.9
 
 
 def test_the_page_and_its_plots_are_there(finished: Finished) -> None:

@@ -446,7 +446,7 @@ def decoder_p_value(
     return law_p_value(samples, exact)
 
 
-DRAFTERS = ["model", "hot ids", "lookup", "combined"]
+DRAFTERS = ["model", "hot ids", "stopping", "lookup", "combined"]
 SETTINGS = [
     # every temperature with every gamma and drafter; truncations, stop ids and rules in turn
     (temperature, truncation, gamma, kind, stops, rule)
@@ -471,6 +471,7 @@ def drafter_of(draft: LookupEngine, hot_draft: LookupEngine) -> Callable[[str], 
         return {
             "model": model,
             "hot ids": ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS),
+            "stopping": ModelDrafter(draft, vocab_size=VOCAB_SIZE, stop_below=0.3),
             "lookup": found,
             "combined": CombinedDrafter(model, found, model_gamma=2),
         }[kind]
@@ -582,7 +583,7 @@ def reused_uniform(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Samp
 
 
 def dropped_token(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
-    """A drafted token of low confidence is not verified."""
+    """A drafted token of low confidence is not verified. (Stopping behind it would be right.)"""
 
     def shortened(
         p: Tensor, q: Tensor, drafted: Tensor, uniform_BG: Tensor, uniform_B: Tensor

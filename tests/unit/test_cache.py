@@ -130,6 +130,31 @@ def test_several_rows_start_in_one_padded_call(family: str) -> None:
     rows.extend(2, seed=30)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_beginning_is_read_once(family: str) -> None:
+    rows = Rows(engine_of(tiny_family(family), 4), tiny_family(family), [12, 7, 9, 3])
+    beginning = text(6, seed=60)
+    rows.engine.share(beginning)
+    rows.texts[0] = list(beginning)
+    prompts = {2: beginning + text(5, seed=61), 0: beginning + text(1, seed=62)}
+    read: list[int] = []
+    hook = rows.engine.model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    logits_BUV, own_B = rows.engine.prefill_together(list(prompts.values()), list(prompts))
+    hook.remove()
+    assert read == [5]  # of 11
+    for line, (row, tokens) in enumerate(prompts.items()):
+        want_V = uncached(rows.reference, tokens)[-1]
+        torch.testing.assert_close(logits_BUV[line, own_B[line]], want_V, **TOLERANCE)
+        rows.texts[row] = tokens
+    rows.extend(3, seed=20)
+    # prompts that begin otherwise, or are no longer than that, are read whole
+    rows.texts[1], rows.texts[3] = text(9, seed=63), list(beginning)
+    rows.engine.prefill_together([rows.texts[1], rows.texts[3]], [1, 3])
+    rows.extend(2, seed=30)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_kept_rows_go_on_without_the_others(family: str) -> None:
     rows = Rows(engine_of(tiny_family(family), 4), tiny_family(family), [12, 7, 9, 3])

@@ -221,6 +221,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
     ),
     "no such target": (["target.path={place}/nope"], ["target.path=", "no such folder", "Give"]),
     "gamma 0": (["eval.gammas=[0,2]"], ["eval.gammas=[0, 2]", "Use 1 or more"]),
+    "stop above 1": (["eval.stop_below=1.5"], ["eval.stop_below=1.5", "less than 1"]),
+    "lookup of -1": (["eval.lookup_gamma=-1"], ["eval.lookup_gamma=-1", "Use 0"]),
     "no gamma": (["eval.gammas=[]"], ["eval.gammas=[]", "Use for example"]),
     "negative temperature": (
         ["generate.temperatures=[-0.5]"],

@@ -144,6 +144,32 @@ def test_greedy_output_is_the_targets(kind: str, model: Watched) -> None:
     assert counts.num_target_calls < 60
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_ends_with_its_first_doubtful_token(temperature: float) -> None:
+    """The same tokens and laws as without stopping, up to where the product falls below."""
+    model = tiny_family("llama")
+    text = [5, 17, 3]
+    uniform_G = torch.rand(6, generator=torch.Generator().manual_seed(0))
+
+    def drafted(stop_below: float) -> Proposal:
+        engine = Engine(model, num_rows=1, capacity=64, compiled=False)
+        drafter = ModelDrafter(engine, vocab_size=VOCAB_SIZE, stop_below=stop_below)
+        drafter.start(text)
+        return drafter.draft(text, 6, Sampling(temperature), uniform_G)
+
+    whole = drafted(0.0)
+    ids = whole.ids_1G[0].tolist()
+    with torch.inference_mode():
+        logits = model(torch.tensor([text + ids])).logits[0, len(text) - 1 : -1]
+    chances = logits.softmax(-1).gather(-1, whole.ids_1G.T)[:, 0].cumprod(0).tolist()
+    assert whole.num_steps == len(ids) == 6
+    for kept in range(1, 6):
+        proposal = drafted((chances[kept - 1] + (chances[kept - 2] if kept > 1 else 1.0)) / 2)
+        assert proposal.num_steps == proposal.ids_1G.shape[1] == kept
+        assert proposal.ids_1G[0].tolist() == ids[:kept]
+        torch.testing.assert_close(proposal.laws_1GV, whole.laws_1GV[:, :kept])
+
+
 def test_the_model_must_draft_something(model: Watched) -> None:
     with pytest.raises(ValueError, match="model_gamma=0"):
         CombinedDrafter(model, lookup(), model_gamma=0)

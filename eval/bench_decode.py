@@ -1,0 +1,317 @@
+"""Benchmarks of the decoder: the pair of the last run, beside what transformers does with it.
+
+Both sides take turns in one process, on the same prompts and numbers of tokens, after a warm-up;
+intervals resample prompts.
+"""
+
+# B rows, T prompt tokens
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from conf.contracts import Lessons, Report
+from conf.schema import Config, EvalConfig, Verification
+from data.shards import read_split
+from eval.bench import Row
+from eval.chat import target_of
+from eval.pair import ModelPair, load_draft
+from eval.speed import ratio_interval
+from models.decoding.autoregressive import Generator, Request
+from models.decoding.drafters import ModelDrafter
+from models.decoding.engine import Engine, measure_seconds, narrow_head
+from models.decoding.quantized import quantize
+from models.decoding.sampling import Sampling
+from models.decoding.speculative import Decoder
+from models.draft import from_layers
+from models.load import load_folder, load_model
+
+COMMAND = "make bench"
+CONFIDENCE = 0.9
+NUM_PROMPTS = 6
+NUM_TOKENS = 48
+BATCH_SIZE = 32
+CONTEXT = 128  # tokens in the cache while a step is timed
+BLOCK_GAMMA = 4
+GREEDY, AT_ONE = Sampling(0.0), Sampling(1.0)
+
+
+@dataclass
+class Bench:
+    """The pair in our decoder, and the target once more for transformers' own loops."""
+
+    report: Report
+    config: Config
+    pair: ModelPair
+    plain: PreTrainedModel
+    folder: Path
+    prompts: list[list[int]]
+
+    @classmethod
+    def load(cls, folder: Path) -> Bench:
+        """The pair of a finished run; raises ContractError when it has no report."""
+        report = Report.read(folder / "report")
+        lessons = Lessons.read(folder / "lessons")
+        rows = sorted(
+            read_split(folder / "lessons", lessons.splits["validation"]), key=lambda row: row.index
+        )
+        # all drafted tokens of a fixed number of them: what transformers is told to do, too
+        config = Config(target=target_of(folder), eval=EvalConfig(stop_below=0.0))
+        capacity = max(len(row.prompt) for row in rows) + NUM_TOKENS + 2 * BLOCK_GAMMA
+        pair = ModelPair.load(config, folder / "draft" / "model", -(-capacity // 64) * 64)
+        plain = load_model(
+            pair.target,
+            dtype=pair.model.dtype,
+            device=pair.model.device,
+            trust_remote_code=config.target.trust_remote_code,
+        )
+        prompts = [row.prompt.tolist() for row in rows]
+        return cls(report, config, pair, plain, folder, prompts)
+
+    def ours(self, prompt: Sequence[int], gamma: int, sampling: Sampling) -> int:
+        """Decode; the number of tokens."""
+        tokens, _ = self.pair.decoder.decode(
+            prompt,
+            gamma=gamma,
+            max_new_tokens=NUM_TOKENS,
+            sampling=sampling,
+            rng=torch.Generator().manual_seed(len(prompt)),
+        )
+        return len(tokens)
+
+    def theirs(self, prompts: Sequence[Sequence[int]], *, sample: bool, **settings: object) -> int:
+        """The same by transformers' generate, prompts padded on the left; the number of tokens
+        that count.
+        """
+        longest = max(map(len, prompts))
+        pad = self.pair.target.tokenizer.pad_token_id or 0
+        ids_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
+        mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        torch.manual_seed(longest)
+        out = self.plain.generate(
+            input_ids=ids_BT.to(self.plain.device),
+            attention_mask=mask_BT.to(self.plain.device),
+            do_sample=sample,
+            max_new_tokens=NUM_TOKENS,
+            pad_token_id=pad,
+            top_k=None,  # the whole law, as ours
+            eos_token_id=sorted(self.pair.target.stop_ids),
+            **({"temperature": 1.0, "top_p": 1.0} if sample else {}),
+            **settings,
+        )
+        new = out[:, longest:].tolist()
+        stops = self.pair.target.stop_ids
+        return sum(next((i + 1 for i, t in enumerate(row) if t in stops), len(row)) for row in new)
+
+
+def decode(folder: Path, _outputs: Path) -> Iterator[Row]:
+    """Every figure of the decoder."""
+    bench = Bench.load(folder)
+    best = bench.report.best
+    yield Row(
+        name="decode.efficiency",
+        value=best.efficiency,
+        low=best.speedup.low / best.predicted_speedup,
+        high=best.speedup.high / best.predicted_speedup,
+        unit="ratio",
+        to_reach=">= 0.95",
+        command=COMMAND,
+    )
+    yield _against_assisted(bench)
+    yield _against_generate(bench)
+    yield _batch_against_generate(bench)
+    yield _draft_step(bench)
+    yield _block_over_chain(bench)
+    yield _identical(bench, "fixed_width", replace(bench.pair.decoder, fixed_width=1 + BLOCK_GAMMA))
+    yield _identical(bench, "free_width", bench.pair.decoder)
+
+
+def _rates(
+    items: Sequence[Sequence[int]], ours: Callable[..., int], theirs: Callable[..., int]
+) -> list[tuple[float, float]]:
+    """Seconds per token of theirs and ours for each item, in turns, the first item run once more
+    before.
+    """
+    found = []
+    for place, item in enumerate([items[0], *items]):
+        pair = []
+        for run in (theirs, ours) if place % 2 else (ours, theirs):
+            start = time.perf_counter()
+            num_tokens = run(item)
+            pair.append((time.perf_counter() - start) / num_tokens)
+        if place:
+            found.append((pair[0], pair[1]) if place % 2 else (pair[1], pair[0]))
+    return found
+
+
+def _row(name: str, times: Sequence[tuple[float, float]], to_reach: str) -> Row:
+    ratio = ratio_interval(times, CONFIDENCE)
+    return Row(
+        name=name,
+        value=ratio.median,
+        low=ratio.low,
+        high=ratio.high,
+        unit="x",
+        to_reach=to_reach,
+        command=COMMAND,
+    )
+
+
+def _against_assisted(bench: Bench) -> Row:
+    """Greedy tokens per second over those of generate(assistant_model=...), one draft length."""
+    gamma = max(1, min(bench.report.best.gamma, BLOCK_GAMMA))
+    assistant = load_folder(
+        bench.folder / "draft" / "model", dtype=bench.plain.dtype, device=bench.plain.device
+    )
+    assistant.generation_config.num_assistant_tokens = gamma
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    times = _rates(
+        bench.prompts[:NUM_PROMPTS],
+        lambda prompt: bench.ours(prompt, gamma, GREEDY),
+        lambda prompt: bench.theirs([prompt], sample=False, assistant_model=assistant),
+    )
+    return _row("decode.vs_hf_assisted", times, ">= 1.5")
+
+
+def _against_generate(bench: Bench) -> Row:
+    """Sampled tokens per second without a draft over those of generate, one prompt at a time."""
+    times = _rates(
+        bench.prompts[:NUM_PROMPTS],
+        lambda prompt: bench.ours(prompt, 0, AT_ONE),
+        lambda prompt: bench.theirs([prompt], sample=True),
+    )
+    return _row("decode.autoregressive_vs_hf.b1", times, ">= 1.2")
+
+
+def _batch_against_generate(bench: Bench) -> Row:
+    """The same for a batch, where generate goes on until the longest row ends."""
+    engine = Engine(
+        bench.pair.model,
+        num_rows=BATCH_SIZE,
+        capacity=bench.pair.decoder.target.capacity,
+        compiled=bench.pair.decoder.target.compiled,
+    )
+    generator = Generator(
+        engine, stop_ids=bench.pair.target.stop_ids, max_new_tokens=NUM_TOKENS, top_k=8
+    )
+    size = min(BATCH_SIZE, len(bench.prompts))
+    batches = [bench.prompts[i : i + size] for i in range(0, len(bench.prompts) - size + 1, size)]
+
+    def ours(batch: Sequence[Sequence[int]]) -> int:
+        rng = torch.Generator().manual_seed(0)
+        requests = [
+            Request(i, list(prompt), 1.0, torch.rand(NUM_TOKENS, generator=rng))
+            for i, prompt in enumerate(batch)
+        ]
+        return sum(len(answer.tokens) for answer in generator.answer(requests))
+
+    times = _rates(batches, ours, lambda batch: bench.theirs(batch, sample=True))
+    generator.close()
+    return _row(f"decode.autoregressive_vs_hf.b{size}", times, ">= 2.0")
+
+
+def _draft_step(bench: Bench) -> Row:
+    """A step of a two-layer draft in our decoder over the plain transformers call with its cache,
+    both after a step of the target, as in decoding.
+    """
+    small = from_layers(bench.plain, [0, 1]).to(bench.plain.dtype)
+    path = bench.folder / "draft" / "model"
+    hot_ids = load_draft(path, bench.plain.dtype, bench.plain.device)[1]
+    ours = _two_layer_drafter(bench, hot_ids)
+    context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
+    ours.start(context)
+    bench.pair.decoder.target.prefill(context)
+    uniform = torch.full((1,), 0.5, device=bench.plain.device)
+    one, where = (torch.tensor([[x]], device=bench.plain.device) for x in (5, CONTEXT))
+    with torch.inference_mode():
+        cached = small(torch.tensor([context]), use_cache=True).past_key_values
+
+    def target_step() -> None:
+        bench.pair.decoder.target.forward(one, where, longest=CONTEXT + 1)
+
+    @torch.inference_mode()
+    def plain_step() -> None:
+        cached.crop(CONTEXT)
+        small(one, past_key_values=cached, use_cache=True).logits.argmax(-1)
+
+    def our_step() -> None:
+        ours.draft(context, 1, GREEDY, uniform)
+
+    times = []
+    for _ in range(15):
+        pair = []
+        for step in (our_step, plain_step):
+            target_step()
+            pair += measure_seconds(step, device=bench.plain.device, warmup=0, repeats=1)
+        times.append((pair[0], pair[1]))
+    return _row("decode.draft_step_ratio", times[3:], "<= 0.6")
+
+
+def _two_layer_drafter(bench: Bench, hot_ids: torch.Tensor | None) -> ModelDrafter:
+    draft = from_layers(bench.plain, [0, 1]).to(bench.plain.dtype)
+    if hot_ids is not None:
+        narrow_head(draft, hot_ids)
+    if draft.device.type == "cpu":
+        quantize(draft)
+    engine = Engine(
+        draft,
+        num_rows=1,
+        capacity=bench.pair.decoder.target.capacity,
+        compiled=bench.pair.decoder.target.compiled,
+    )
+    return ModelDrafter(engine, vocab_size=bench.pair.drafter.vocab_size, hot_ids=hot_ids)
+
+
+def _block_over_chain(bench: Bench) -> Row:
+    """Tokens per target call at temperature 1, block verification over chain."""
+
+    def lengths(rule: Verification, prompt: Sequence[int]) -> float:
+        decoder: Decoder = replace(bench.pair.decoder, rule=rule)
+        _, counts = decoder.decode(
+            prompt,
+            gamma=BLOCK_GAMMA,
+            max_new_tokens=NUM_TOKENS,
+            sampling=AT_ONE,
+            rng=torch.Generator().manual_seed(len(prompt)),
+        )
+        return counts.acceptance_length
+
+    found = [
+        (lengths(Verification.block, prompt), lengths(Verification.chain, prompt))
+        for prompt in bench.prompts[: 4 * NUM_PROMPTS]
+    ]
+    return _row("decode.block_vs_chain", found, ">= 1.0")
+
+
+def _identical(bench: Bench, name: str, decoder: Decoder) -> Row:
+    """Share of greedy outputs that are token-identical with and without a draft."""
+
+    def output(prompt: Sequence[int], gamma: int) -> list[int]:
+        return decoder.decode(
+            prompt,
+            gamma=gamma,
+            max_new_tokens=NUM_TOKENS,
+            sampling=GREEDY,
+            rng=torch.Generator(),
+        )[0]
+
+    prompts = bench.prompts[: 2 * NUM_PROMPTS]
+    same = [output(prompt, BLOCK_GAMMA) == output(prompt, 0) for prompt in prompts]
+    return Row(
+        name=f"decode.identical_{_short(bench.plain.dtype)}.{name}",
+        value=sum(same) / len(same),
+        unit="share",
+        to_reach=">= 1.0" if name == "fixed_width" else "",
+        command=COMMAND,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
