@@ -321,7 +321,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     warmup_share: float = 0.02
     decay_share: float = 0.8  # share of the steps over which the rate falls linearly to zero
-    num_epochs: float = 2.5
+    num_epochs: float = 2.75
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
     # supervised and prompt tokens in one optimizer step, over all processes
     tokens_per_step: int = 512
@@ -400,7 +400,7 @@ class EvalConfig:
     prompts_per_category: int = 3
     max_new_tokens: int = 64
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    gammas: list[int] = field(default_factory=lambda: [1, 2, 4])
+    gammas: list[int] = field(default_factory=lambda: [1, 2])
     # a draft ends once the product of its tokens' probabilities is below this; 0: never
     stop_below: float = 0.4
     # the draft is also measured beside prompt lookup, which drafts up to so many tokens; 0: not

@@ -95,6 +95,7 @@ def end_to_end(folder: Path, _outputs: Path) -> list[Row]:
                 low=row.speedup.low,
                 high=row.speedup.high,
                 unit="x",
+                to_reach=">= 1.25",
                 command=command,
             )
             for row in pooled(report.with_lookup)

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from conf.contracts import Lessons, Report
-from conf.schema import Config, EvalConfig, Verification
+from conf.schema import Config, EvalConfig, RuntimeConfig, Verification
 from data.shards import read_split
 from eval.bench import Row
 from eval.chat import target_of
@@ -25,7 +27,7 @@ from eval.pair import ModelPair, load_draft
 from eval.speed import ratio_interval
 from models.decoding.autoregressive import Generator, Request
 from models.decoding.drafters import ModelDrafter
-from models.decoding.engine import Engine, measure_seconds, narrow_head
+from models.decoding.engine import Engine, cache_argument, measure_seconds, narrow_head
 from models.decoding.quantized import quantize
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
@@ -62,7 +64,11 @@ class Bench:
             read_split(folder / "lessons", lessons.splits["validation"]), key=lambda row: row.index
         )
         # all drafted tokens of a fixed number of them: what transformers is told to do, too
-        config = Config(target=target_of(folder), eval=EvalConfig(stop_below=0.0))
+        config = Config(
+            target=target_of(folder),
+            eval=EvalConfig(stop_below=0.0),
+            runtime=RuntimeConfig(compile=bool(report.machine.get("compiled", True))),
+        )
         capacity = max(len(row.prompt) for row in rows) + NUM_TOKENS + 2 * BLOCK_GAMMA
         pair = ModelPair.load(config, folder / "draft" / "model", -(-capacity // 64) * 64)
         plain = load_model(
@@ -94,7 +100,8 @@ class Bench:
         ids_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
         mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         torch.manual_seed(longest)
-        out = self.plain.generate(
+        generate: Any = self.plain.generate
+        out = generate(
             input_ids=ids_BT.to(self.plain.device),
             attention_mask=mask_BT.to(self.plain.device),
             do_sample=sample,
@@ -133,7 +140,7 @@ def decode(folder: Path, _outputs: Path) -> Iterator[Row]:
 
 
 def _rates(
-    items: Sequence[Sequence[int]], ours: Callable[..., int], theirs: Callable[..., int]
+    items: Sequence[Any], ours: Callable[..., int], theirs: Callable[..., int]
 ) -> list[tuple[float, float]]:
     """Seconds per token of theirs and ours for each item, in turns, the first item run once more
     before.
@@ -221,7 +228,8 @@ def _draft_step(bench: Bench) -> Row:
     """A step of a two-layer draft in our decoder over the plain transformers call with its cache,
     both after a step of the target, as in decoding.
     """
-    small = from_layers(bench.plain, [0, 1]).to(bench.plain.dtype)
+    small = from_layers(bench.plain, [0, 1])
+    nn.Module.to(small, bench.plain.dtype)
     path = bench.folder / "draft" / "model"
     hot_ids = load_draft(path, bench.plain.dtype, bench.plain.device)[1]
     ours = _two_layer_drafter(bench, hot_ids)
@@ -230,6 +238,7 @@ def _draft_step(bench: Bench) -> Row:
     bench.pair.decoder.target.prefill(context)
     uniform = torch.full((1,), 0.5, device=bench.plain.device)
     one, where = (torch.tensor([[x]], device=bench.plain.device) for x in (5, CONTEXT))
+    key = cache_argument(small)
     with torch.inference_mode():
         cached = small(torch.tensor([context]), use_cache=True).past_key_values
 
@@ -238,8 +247,8 @@ def _draft_step(bench: Bench) -> Row:
 
     @torch.inference_mode()
     def plain_step() -> None:
-        cached.crop(CONTEXT)
-        small(one, past_key_values=cached, use_cache=True).logits.argmax(-1)
+        small(one, use_cache=True, **{key: cached}).logits.argmax(-1)
+        cached.crop(-1)  # back to the context
 
     def our_step() -> None:
         ours.draft(context, 1, GREEDY, uniform)
@@ -255,7 +264,8 @@ def _draft_step(bench: Bench) -> Row:
 
 
 def _two_layer_drafter(bench: Bench, hot_ids: torch.Tensor | None) -> ModelDrafter:
-    draft = from_layers(bench.plain, [0, 1]).to(bench.plain.dtype)
+    draft = from_layers(bench.plain, [0, 1])
+    nn.Module.to(draft, bench.plain.dtype)
     if hot_ids is not None:
         narrow_head(draft, hot_ids)
     if draft.device.type == "cpu":

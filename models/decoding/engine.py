@@ -122,6 +122,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's forward calls its cache: transformers is renaming it, family by family."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 def _prepare(model: PreTrainedModel) -> None:
     """Route the model's layers through `_Dispatch`; calls with other caches work as before."""
     if getattr(model.config, "_attn_implementation", None) != ATTENTION:
@@ -150,8 +156,7 @@ class Engine:
         self.capacity = capacity
         self._shared: list[int] = []
         self._slots_S = torch.arange(capacity, device=model.device)
-        names = inspect.signature(model.forward).parameters
-        self._cache_key = "cache" if "cache" in names else "past_key_values"
+        self._cache_key = cache_argument(model)
 
     @torch.inference_mode()
     def forward(

@@ -254,7 +254,8 @@ def check_identities(row: Result, report: Report) -> None:
     assert row.acceptance_rate == pytest.approx(row.num_accepted / row.num_tested)
     assert row.draft_utilisation == pytest.approx(row.num_accepted / row.num_drafted)
     assert len(row.position_acceptance) == len(row.conditional_acceptance) <= row.gamma
-    assert row.position_acceptance == sorted(row.position_acceptance, reverse=True)
+    # drafts end early where they are doubtful: longer ones are accepted further
+    assert all(0 <= share <= 1 for share in row.position_acceptance)
     assert sum(row.target_call_widths) == row.num_target_calls
     assert sum(i * calls for i, calls in enumerate(row.target_call_widths)) == row.num_drafted
     assert row.num_draft_steps <= row.num_drafted
@@ -268,6 +269,8 @@ def check_identities(row: Result, report: Report) -> None:
     assert row.identical_outputs == (1.0 if row.temperature == 0 else None)
 
 
+# of what transformers imports for assisted generation
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
 def test_the_decoder_is_measured_beside_transformers(finished: Finished) -> None:
     rows = {row.name: row for row in decode(finished.folder, finished.place.outputs)}
     assert list(rows) == [
