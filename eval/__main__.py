@@ -90,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
         "run's report, else 2)",
     )
     chat.add_argument(
+        "--lookup",
+        type=number(int, 0),
+        default=4,
+        help="tokens that prompt lookup drafts where the text repeats itself, 0 for none "
+        "(%(default)s)",
+    )
+    chat.add_argument(
         "--max-new-tokens", type=number(int, 1), default=256, help="of an answer (%(default)s)"
     )
     chat.add_argument(
@@ -107,6 +114,7 @@ def chat_command(options: argparse.Namespace) -> int:
     folder = chosen_run(options.outputs, options.run)
     settings = ChatSettings(
         gamma=best_gamma(folder) if options.gamma is None else options.gamma,
+        lookup=options.lookup,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         context=options.context,

@@ -39,10 +39,12 @@ HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class ChatSettings:
     """How answers are decoded.
 
-    `context` limits what is remembered, in tokens; gamma 0 is the target alone.
+    `context` limits what is remembered, in tokens; gamma 0 is the target alone. `lookup` is how
+    far prompt lookup drafts beside the draft model, 0 for not at all.
     """
 
     gamma: int
+    lookup: int = 0
     temperature: float
     max_new_tokens: int
     context: int
@@ -92,6 +94,10 @@ class Chat:
         longest = [getattr(config, "max_position_embeddings", None) for config in limits]
         self.capacity = min(self.pair.decoder.target.capacity, *filter(None, longest))
         self._rng = torch.Generator().manual_seed(self.settings.seed)
+        self._decoder, self._gamma = self.pair.decoder, self.settings.gamma
+        if self.settings.gamma and self.settings.lookup:
+            self._decoder = self.pair.beside_lookup(self.settings.gamma)
+            self._gamma = max(self.settings.gamma, self.settings.lookup)
 
     def warm_up(self) -> None:
         """Compile the decoding steps before the first question."""
@@ -104,9 +110,9 @@ class Chat:
         prompt = self._render([{"role": "user", "content": "Hello"}])
         num_tokens = min(WARM_UP_TOKENS, self.capacity - len(prompt))
         for _ in range(2):
-            self.pair.decoder.decode(
+            self._decoder.decode(
                 prompt,
-                gamma=self.settings.gamma,
+                gamma=self._gamma,
                 max_new_tokens=max(num_tokens, 1),
                 sampling=Sampling(self.settings.temperature),
                 rng=torch.Generator().manual_seed(0),
@@ -151,9 +157,9 @@ class Chat:
 
     def _stream(self, prompt: list[int], counts: Counts) -> Iterator[tuple[str, str]]:
         pieces = Pieces(self.pair.target.tokenizer, skip_special_tokens=True)
-        for step in self.pair.decoder.stream(
+        for step in self._decoder.stream(
             prompt,
-            gamma=self.settings.gamma,
+            gamma=self._gamma,
             max_new_tokens=self.settings.max_new_tokens,
             sampling=Sampling(self.settings.temperature),
             rng=self._rng,

@@ -47,7 +47,6 @@ from eval.pair import ModelPair, Pieces, load_draft
 from eval.report import write_report
 from eval.speed import Decoded, Pair, measure_cost, predicted_speedup, speedup, timed
 from eval.table import summary_table
-from models.decoding.drafters import CombinedDrafter, LookupDrafter
 from models.decoding.engine import has_compiler
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Counts, Decoder
@@ -241,15 +240,10 @@ def expect(
 
 def decoders(models: ModelPair, settings: EvalConfig) -> list[tuple[Decoder, int]]:
     """What is measured: the draft alone at each draft length, and beside prompt lookup."""
-    plain = replace(models.decoder, rule=settings.verification)
-    found = [(plain, gamma) for gamma in settings.gammas]
+    found = [(models.decoder, gamma) for gamma in settings.gammas]
     if settings.lookup_gamma:
-        lookup = LookupDrafter(
-            vocab_size=models.drafter.vocab_size, device=models.decoder.target.device
-        )
-        drafter = CombinedDrafter(models.drafter, lookup, model_gamma=max(settings.gammas))
-        found.append((replace(plain, drafter=drafter), settings.lookup_gamma))
-    return found
+        found.append((models.beside_lookup(max(settings.gammas)), settings.lookup_gamma))
+    return [(replace(decoder, rule=settings.verification), gamma) for decoder, gamma in found]
 
 
 def decode_all(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conf.schema import Config
-from models.decoding.drafters import ModelDrafter
+from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
@@ -55,6 +55,14 @@ class ModelPair:
         engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
         decoder = Decoder(engine, drafter, target.stop_ids)
         return cls(target, model, draft, hot_ids_H, drafter, decoder)
+
+    def beside_lookup(self, model_gamma: int) -> Decoder:
+        """The decoder with prompt lookup beside the draft, which drafts at most `model_gamma`."""
+        lookup = LookupDrafter(
+            vocab_size=self.drafter.vocab_size, device=self.decoder.target.device
+        )
+        drafter = CombinedDrafter(self.drafter, lookup, model_gamma=model_gamma)
+        return replace(self.decoder, drafter=drafter)
 
 
 def load_draft(

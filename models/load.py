@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -41,12 +42,16 @@ class Target:
     revision: str | None
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: the tokenizer's EOS and what the model's configuration adds."""
+        """Ids that end an answer: the tokenizer's EOS and what the model's configuration and its
+        generation settings add. Chat models often name the end of a turn in the last only.
+        """
         ids: set[int] = set()
-        for found in (self.tokenizer.eos_token_id, self.config.eos_token_id):
+        for held in (self.tokenizer, self.config, self.generation):
+            found = held.eos_token_id
             ids.update(found if isinstance(found, list) else [] if found is None else [found])
         return frozenset(ids)
 
@@ -106,7 +111,11 @@ def open_target(config: Config, say: Callable[[str], None] | None = None) -> Tar
         "its tokenizer has no end-of-sequence token, so answers would never end",
         "Set eos_token in its tokenizer_config.json",
     )
-    return Target(source, None if is_folder else revision, model_config, tokenizer)
+    try:
+        generation = GenerationConfig.from_pretrained(source, **options)
+    except OSError:  # older models come without
+        generation = GenerationConfig()
+    return Target(source, None if is_folder else revision, model_config, tokenizer, generation)
 
 
 def why_not_loaded(failed: Exception) -> str:

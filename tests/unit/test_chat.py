@@ -22,6 +22,7 @@ from eval import chat as chat_module
 from eval.__main__ import main
 from eval.chat import STYLES, Chat, ChatSettings, converse, load_pair, run_chat
 from eval.pair import Pieces
+from models.decoding.drafters import CombinedDrafter, ModelDrafter
 from models.decoding.speculative import Round
 from tests.reports import example_report
 from tests.tiny import tiny_lessons, tiny_model, tiny_report, tiny_tokenizer, write_tiny_run
@@ -224,6 +225,19 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert all(said in shown for said in ("chat", "bench", "--once", "stage=evaluate"))
+
+
+def test_with_lookup_the_answer_is_the_same(outputs: Path) -> None:
+    for lookup, gamma, kind in (
+        (0, 2, ModelDrafter),
+        (6, 2, CombinedDrafter),
+        (6, 0, ModelDrafter),
+    ):
+        chat, _, _ = opened(outputs, lookup=lookup, gamma=gamma)
+        chat.ask("Hello Hello Hello")
+        assert chat.history[-1]["content"] == alone("Hello Hello Hello")
+        assert type(chat._decoder.drafter) is kind
+        assert (chat.counts.num_draft_steps == 0) is (gamma == 0)
 
 
 def test_bench_fails_when_a_benchmark_does(
