@@ -275,20 +275,26 @@ def training_curve(report: Report) -> Figure | None:
 def where_time_goes(report: Report) -> Figure | None:
     """Time of a speculative step in parts beside plain decoding of the same tokens; v by width."""
     best, cost = report.best, report.cost
-    width = str(best.gamma + 1)
-    if width not in cost.v or best.speedup.median <= 0:
+    widths_used = [str(width) for width, n in enumerate(best.target_call_widths, 1) if n]
+    if best.speedup.median <= 0 or not set(widths_used) <= set(cost.v):
         return None
     figure = _figure(8.6, 3.9)
     left, right = figure.subplots(1, 2, width_ratios=(1.55, 1))
-    drafting, verifying = best.gamma * cost.c, cost.v[width]
+    # of the average call: drafts may end before gamma
+    num_steps = best.num_draft_steps / best.num_target_calls
+    drafting = num_steps * cost.c
+    verifying = (
+        sum(best.target_call_widths[int(width) - 1] * cost.v[width] for width in widths_used)
+        / best.num_target_calls
+    )
     # a step takes acceptance_length / speedup; what theory leaves unexplained is the overhead
     measured = best.acceptance_length / best.speedup.median
     overhead = max(measured - drafting - verifying, 0.0)
     start = 0.0
     parts = (
-        (f"drafting, gamma c = {drafting:.2f}", drafting, COLOURS[0]),
-        (f"verifying, v({width}) = {verifying:.2f}", verifying, COLOURS[4]),
-        (f"overhead = {overhead:.2f}", overhead, "#bbbbbb"),
+        (f"drafting, {num_steps:.2f} steps of c: {drafting:.2f}", drafting, COLOURS[0]),
+        (f"verifying: {verifying:.2f}", verifying, COLOURS[4]),
+        (f"overhead: {overhead:.2f}", overhead, "#bbbbbb"),
     )
     for label, value, colour in parts:
         left.barh(0, value, left=start, color=colour, label=label, height=0.5)

@@ -85,6 +85,22 @@ def test_time_bars_have_the_ratio_of_the_speedup() -> None:
     assert parts[0] == pytest.approx(report.best.gamma * report.cost.c)
 
 
+def test_time_bars_count_what_was_really_drafted() -> None:
+    """Half of the drafts ended after one token of two."""
+    report = example_report()
+    best = dataclasses.replace(
+        example_result("all", 0.0, 2), num_draft_steps=1800, target_call_widths=[0, 600, 600]
+    )
+    figure = where_time_goes(dataclasses.replace(report, best=best))
+    assert figure is not None
+    drafting, verifying, *_ = (
+        bar.get_width()  # type: ignore[attr-defined]
+        for bar in figure.axes[0].patches
+    )
+    assert drafting == pytest.approx(1.5 * report.cost.c)
+    assert verifying == pytest.approx((report.cost.v["2"] + report.cost.v["3"]) / 2)
+
+
 def test_histogram_bars_are_shares_of_the_target_calls() -> None:
     report = example_report()
     figure = tokens_per_target_call(report)
