@@ -61,7 +61,8 @@ COLUMNS = (
     Column(
         "gamma",
         "gamma",
-        "Draft length: tokens the draft proposes for each target call.",
+        "Draft length: tokens the draft proposes for each target call, at most; a draft ends early "
+        "behind a doubtful token when eval.stop_below is set.",
         lambda r: str(r.gamma),
     ),
     Column(
