@@ -307,5 +307,5 @@ def test_the_default_mixture_on_real_packages(default: Config) -> None:
         for prompts in suite_prompts(default.eval).values()
         for prompt in prompts
     }
-    assert len(held_out) == 24
+    assert len(held_out) == 6 * default.eval.prompts_per_category
     assert not held_out & set(texts)
