@@ -372,7 +372,7 @@ def test_a_pretrained_draft_takes_the_targets_padded_vocabulary(
     draft = DraftModel(fit_vocabulary(small, VOCAB_SIZE))
     after = logits_of(draft, batch)
     assert after.shape[-1] == draft.config.vocab_size == VOCAB_SIZE
-    torch.testing.assert_close(after[:, :shared], before[:, :shared], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after[:, :shared], before[:, :shared], rtol=1e-5, atol=5e-5)
     if size < VOCAB_SIZE:  # the new ids are as unlikely as its last one
         last = before[:, -1:].expand(-1, VOCAB_SIZE - size)
         torch.testing.assert_close(after[:, size:], last, rtol=1e-5, atol=1e-5)
