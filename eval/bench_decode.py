@@ -23,12 +23,11 @@ from conf.schema import Config, EvalConfig, RuntimeConfig, Verification
 from data.shards import read_split
 from eval.bench import Row
 from eval.chat import target_of
-from eval.pair import ModelPair, load_draft
+from eval.pair import ModelPair, make_cheap
 from eval.speed import ratio_interval
 from models.decoding.autoregressive import Generator, Request
 from models.decoding.drafters import ModelDrafter
-from models.decoding.engine import Engine, cache_argument, measure_seconds, narrow_head
-from models.decoding.quantized import quantize
+from models.decoding.engine import Engine, cache_argument, measure_seconds
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
 from models.draft import from_layers
@@ -49,7 +48,6 @@ class Bench:
     """The pair in our decoder, and the target once more for transformers' own loops."""
 
     report: Report
-    config: Config
     pair: ModelPair
     plain: PreTrainedModel
     folder: Path
@@ -78,7 +76,7 @@ class Bench:
             trust_remote_code=config.target.trust_remote_code,
         )
         prompts = [row.prompt.tolist() for row in rows]
-        return cls(report, config, pair, plain, folder, prompts)
+        return cls(report, pair, plain, folder, prompts)
 
     def ours(self, prompt: Sequence[int], gamma: int, sampling: Sampling) -> int:
         """Decode; the number of tokens."""
@@ -228,22 +226,29 @@ def _draft_step(bench: Bench) -> Row:
     """A step of a two-layer draft in our decoder over the plain transformers call with its cache,
     both after a step of the target, as in decoding.
     """
-    small = from_layers(bench.plain, [0, 1])
-    nn.Module.to(small, bench.plain.dtype)
-    path = bench.folder / "draft" / "model"
-    hot_ids = load_draft(path, bench.plain.dtype, bench.plain.device)[1]
-    ours = _two_layer_drafter(bench, hot_ids)
+    small, cheap = (from_layers(bench.plain, [0, 1]) for _ in range(2))
+    for model in (small, cheap):
+        nn.Module.to(model, bench.plain.device, bench.plain.dtype)
+    hot_ids = bench.pair.hot_ids_H
+    make_cheap(cheap, hot_ids, int8=True)
+    target = bench.pair.decoder.target
+    ours = ModelDrafter(
+        Engine(cheap, num_rows=1, capacity=target.capacity, compiled=target.compiled),
+        vocab_size=bench.pair.drafter.vocab_size,
+        hot_ids=hot_ids,
+    )
     context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
     ours.start(context)
-    bench.pair.decoder.target.prefill(context)
+    target.prefill(context)
     uniform = torch.full((1,), 0.5, device=bench.plain.device)
     one, where = (torch.tensor([[x]], device=bench.plain.device) for x in (5, CONTEXT))
     key = cache_argument(small)
     with torch.inference_mode():
-        cached = small(torch.tensor([context]), use_cache=True).past_key_values
+        ids = torch.tensor([context], device=bench.plain.device)
+        cached = small(ids, use_cache=True).past_key_values
 
     def target_step() -> None:
-        bench.pair.decoder.target.forward(one, where, longest=CONTEXT + 1)
+        target.forward(one, where, longest=CONTEXT + 1)
 
     @torch.inference_mode()
     def plain_step() -> None:
@@ -261,22 +266,6 @@ def _draft_step(bench: Bench) -> Row:
             pair += measure_seconds(step, device=bench.plain.device, warmup=0, repeats=1)
         times.append((pair[0], pair[1]))
     return _row("decode.draft_step_ratio", times[3:], "<= 0.6")
-
-
-def _two_layer_drafter(bench: Bench, hot_ids: torch.Tensor | None) -> ModelDrafter:
-    draft = from_layers(bench.plain, [0, 1])
-    nn.Module.to(draft, bench.plain.dtype)
-    if hot_ids is not None:
-        narrow_head(draft, hot_ids)
-    if draft.device.type == "cpu":
-        quantize(draft)
-    engine = Engine(
-        draft,
-        num_rows=1,
-        capacity=bench.pair.decoder.target.capacity,
-        compiled=bench.pair.decoder.target.compiled,
-    )
-    return ModelDrafter(engine, vocab_size=bench.pair.drafter.vocab_size, hot_ids=hot_ids)
 
 
 def _block_over_chain(bench: Bench) -> Row:

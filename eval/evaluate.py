@@ -37,7 +37,7 @@ from conf.run import (
     process_rank,
     provenance,
 )
-from conf.schema import Config, EvalConfig
+from conf.schema import Config, EvalConfig, require
 from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split
@@ -162,6 +162,13 @@ def ask(config: Config, target: Target) -> list[Question]:
             ids = render_prompt(target.tokenizer, prompt.messages, config.target.system_prompt)
             if len(ids) <= MAX_PROMPT_TOKENS:
                 questions.append(Question(category, ids, _last_turn(prompt)))
+    require(
+        bool(questions),
+        "eval.suites",
+        sorted(config.eval.suites),
+        f"they have no prompt of at most {MAX_PROMPT_TOKENS} tokens, so nothing can be measured",
+        "Name suites of shorter prompts",
+    )
     return questions
 
 

@@ -202,10 +202,6 @@ class Trainer:
             " runtime.train_dtype=float32, under a new name=."
         )
 
-    def _gradients(self) -> list[Tensor]:
-        found = [parameter.grad for parameter in self.optimizers.parameters]
-        return [gradient for gradient in found if gradient is not None]
-
     def _sum_over_processes(self, values: Tensor) -> Tensor:
         if self.state.num_processes == 1:
             return values
