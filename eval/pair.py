@@ -58,9 +58,7 @@ class ModelPair:
 
     def beside_lookup(self, model_gamma: int) -> Decoder:
         """The decoder with prompt lookup beside the draft, which drafts at most `model_gamma`."""
-        lookup = LookupDrafter(
-            vocab_size=self.drafter.vocab_size, device=self.decoder.target.device
-        )
+        lookup = LookupDrafter(device=self.decoder.target.device)
         drafter = CombinedDrafter(self.drafter, lookup, model_gamma=model_gamma)
         return replace(self.decoder, drafter=drafter)
 

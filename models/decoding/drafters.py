@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from models.decoding.engine import Engine
-from models.decoding.sampling import Sampling, draw, law
+from models.decoding.sampling import Sampling, draw, law, likeliest
 
 
 class Proposal(NamedTuple):
-    """Drafted ids (1G), the laws they were drawn from (1GV), and the draft model's steps behind
-    them.
+    """Drafted ids (1G), the laws they were drawn from (1GV; None: one-hot, nothing was drawn), and
+    the draft model's steps behind them.
     """
 
     ids_1G: Tensor
-    laws_1GV: Tensor
+    laws_1GV: Tensor | None
     num_steps: int
 
 
@@ -80,18 +80,23 @@ class ModelDrafter:
             # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
             if self.hot_ids is None:
                 logits = logits[..., : self.vocab_size]
-            q = law(logits, sampling, side="draft", first_position=length - 1)
-            index = draw(q, uniform_G[step].view(1, 1))
+            if sampling.temperature == 0:
+                index = likeliest(logits, side="draft", first_position=length - 1)
+            else:
+                laws.append(law(logits, sampling, side="draft", first_position=length - 1))
+                index = draw(laws[-1], uniform_G[step].view(1, 1))
             feed = index if self.hot_ids is None else self.hot_ids[index]
             ids.append(feed)
-            laws.append(q)
             length += 1
-            if self.stop_below:
+            # the last token's confidence would end nothing
+            if self.stop_below and step + 1 < gamma:
                 confidence *= float(logits.float().softmax(-1).gather(-1, index.unsqueeze(-1)))
                 if confidence < self.stop_below:
                     break
         self._cached = length - 1
-        return Proposal(torch.cat(ids, 1), self._spread(torch.cat(laws, 1)), len(ids))
+        return Proposal(
+            torch.cat(ids, 1), self._spread(torch.cat(laws, 1)) if laws else None, len(ids)
+        )
 
     def _spread(self, q_1GH: Tensor) -> Tensor:
         """Laws over the hot ids as laws over the target's vocabulary."""
@@ -109,14 +114,12 @@ class LookupDrafter:
     step. (Prompt lookup decoding, apoorvumang/prompt-lookup-decoding.)
     """
 
-    def __init__(
-        self, *, vocab_size: int, device: torch.device, shortest: int = 2, longest: int = 8
-    ):
+    def __init__(self, *, device: torch.device, shortest: int = 2, longest: int = 8):
         if not 1 <= shortest <= longest:
             raise ValueError(
                 f"shortest={shortest}, longest={longest}: use 1 <= shortest <= longest."
             )
-        self.vocab_size, self.device = vocab_size, device
+        self.device = device
         self.lengths = range(longest, shortest - 1, -1)
         self._read = 0
         # where the text went on after its latest such tokens
@@ -134,9 +137,7 @@ class LookupDrafter:
         """Up to `gamma` tokens; none where nothing matches."""
         del sampling, uniform_G  # nothing is drawn
         ids = self._follow(tokens, gamma)
-        ids_1G = torch.tensor([ids], dtype=torch.long, device=self.device)
-        laws = torch.zeros(1, len(ids), self.vocab_size, device=self.device)
-        return Proposal(ids_1G, laws.scatter_(-1, ids_1G.unsqueeze(-1), 1.0), 0)
+        return Proposal(torch.tensor([ids], dtype=torch.long, device=self.device), None, 0)
 
     def _follow(self, tokens: Sequence[int], gamma: int) -> list[int]:
         for end in range(self._read, len(tokens)):  # `end` goes on after the tokens before it

@@ -53,14 +53,22 @@ def law(
     """
     logits = logits_BTV.float()
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        check_finite(logits.gather(-1, best), side, first_position)
+        best = likeliest(logits, side, first_position).unsqueeze(-1)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
     probabilities = torch.softmax(logits / sampling.temperature, -1)
     check_finite(probabilities[..., :1], side, first_position)
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         return probabilities
     return _truncate(probabilities, sampling)
+
+
+def likeliest(logits_BTV: Tensor, side: str = "model", first_position: int = 0) -> Tensor:
+    """The first most likely ids, shape BT: where `law` at temperature 0 puts its mass. Raises as
+    `law` does.
+    """
+    best = logits_BTV.max(-1)  # NaN is larger than any number
+    check_finite(best.values.unsqueeze(-1), side, first_position)
+    return best.indices
 
 
 def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from conf.schema import Verification
 from models.decoding.drafters import Proposal
 from models.decoding.engine import Engine
-from models.decoding.sampling import Sampling, law
-from models.decoding.verify import block, chain
+from models.decoding.sampling import Sampling, law, likeliest
+from models.decoding.verify import block, chain, greedy
 
 
 @dataclass
@@ -208,10 +209,8 @@ class Decoder:
             self.target.prefill(tokens[:-1])
         if gamma:
             drafter.start(prompt)
-        nothing = Proposal(
-            torch.empty(1, 0, dtype=torch.long, device=device), torch.empty(1, 0, 0).to(device), 0
-        )
-        verify = block if self.rule is Verification.block and sampling.temperature > 0 else chain
+        nothing = Proposal(torch.empty(1, 0, dtype=torch.long, device=device), None, 0)
+        verify = block if self.rule is Verification.block else chain
         while len(tokens) < end:
             # a token beyond the limit would never be committed
             most = min(gamma, end - len(tokens) - 1)
@@ -227,10 +226,16 @@ class Decoder:
             longest = len(tokens) - 1 + fed_1T.shape[1]
             positions = torch.arange(len(tokens) - 1, longest, device=device).unsqueeze(0)
             logits = self.target.forward(fed_1T, positions, longest=longest)[:, : width + 1]
-            p = law(logits, sampling, side="target", first_position=len(tokens) - 1)
-            verdict = verify(
-                p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[most : most + 1]
-            )
+            side, first = "target", len(tokens) - 1
+            if sampling.temperature == 0:
+                verdict = greedy(likeliest(logits, side, first), drafted_1G)
+            else:
+                p = law(logits, sampling, side=side, first_position=first)
+                if q is None:
+                    q = one_hot(drafted_1G, p.shape[-1]).to(p.dtype)
+                verdict = verify(
+                    p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[most : most + 1]
+                )
             num_accepted, *emitted = torch.cat(
                 [verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]
             ).tolist()

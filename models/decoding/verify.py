@@ -57,6 +57,19 @@ def chain(
     )
 
 
+def greedy(likeliest_BT: Tensor, drafted_BG: Tensor) -> Verdict:
+    """What `chain` and `block` come to at temperature 0, where every law is one-hot: a drafted id
+    is kept while it is the target's most likely one. No law is needed.
+
+    Args:
+        likeliest_BT: the target's most likely ids at the G drafted positions and the one after.
+        drafted_BG: the drafted ids.
+    """
+    same_BG = likeliest_BT[:, :-1] == drafted_BG
+    num_accepted_B = same_BG.int().cumprod(-1).sum(-1)
+    return Verdict(num_accepted_B, likeliest_BT.gather(1, num_accepted_B.unsqueeze(-1)).squeeze(-1))
+
+
 def block(
     p: Tensor, q: Tensor, drafted_BG: Tensor, uniform_BG: Tensor, uniform_B: Tensor
 ) -> Verdict:

@@ -25,7 +25,7 @@ from conf.schema import Verification
 from models.decoding import drafters, speculative, verify
 from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
-from models.decoding.sampling import Sampling, draw, law
+from models.decoding.sampling import Sampling, draw, law, likeliest
 from models.decoding.speculative import Decoder, Drafter
 from models.decoding.verify import Verdict, block, chain
 from tests.families import tiny_family
@@ -214,6 +214,23 @@ def mean_num_accepted(p_tree: Sequence[Tensor], q_tree: Sequence[Tensor], rule: 
     ends_BG = num_accepted_law(acceptance(p, q, torch.tensor(drafts), rule), rule)
     mean_B = (ends_BG * torch.arange(gamma + 1)).sum(-1)
     return float((joint(q_tree).flatten() * mean_B).sum())
+
+
+@pytest.mark.parametrize("rule", [chain, block])
+def test_the_greedy_rule_is_what_one_hot_laws_come_to(rule: Rule) -> None:
+    """With ties among the logits, and drafts that are right for a while."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randint(3, (400, 5, 4), generator=rng).float()
+    p = law(logits, Sampling(0.0))
+    drafted_BG = torch.randint(4, (400, 4), generator=rng)
+    right_BG = torch.rand(400, 4, generator=rng) < 0.7
+    drafted_BG = drafted_BG.where(~right_BG, p[:, :4].argmax(-1))
+    q = torch.nn.functional.one_hot(drafted_BG, 4).float()
+    want = rule(p, q, drafted_BG, torch.rand(400, 4, generator=rng), torch.rand(400, generator=rng))
+    found = verify.greedy(likeliest(logits), drafted_BG)
+    assert set(want.num_accepted_B.tolist()) == set(range(5))
+    for mine, theirs in zip(found, want, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("p_kind", "q_kind"), KINDS)
@@ -465,9 +482,7 @@ def drafter_of(draft: LookupEngine, hot_draft: LookupEngine) -> Callable[[str], 
     def make(kind: str) -> Drafter:
         model = ModelDrafter(draft, vocab_size=VOCAB_SIZE)
         # in six ids nearly every token has been seen before
-        found = LookupDrafter(
-            vocab_size=VOCAB_SIZE, device=torch.device("cpu"), shortest=1, longest=2
-        )
+        found = LookupDrafter(device=torch.device("cpu"), shortest=1, longest=2)
         return {
             "model": model,
             "hot ids": ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS),
