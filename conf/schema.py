@@ -155,7 +155,7 @@ class DataConfig:
     """Prompts. A mixture of `sources`, `num_train` + `num_validation` prompts in all."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    num_train: int = 1650
+    num_train: int = 1500
     num_validation: int = 96
     min_chars: int = 8
     max_chars: int = 700  # of a prompt, all its turns together
@@ -248,7 +248,7 @@ class DraftConfig:
     pretrained: str = ""  # Hub id or folder (init=pretrained)
     train_embeddings: bool = False
     # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
-    hot_vocab: int = 16384
+    hot_vocab: int = 8192
 
     def __post_init__(self) -> None:
         require(
@@ -321,12 +321,12 @@ class OptimConfig:
     weight_decay: float = 0.0
     warmup_share: float = 0.02
     decay_share: float = 0.8  # share of the steps over which the rate falls linearly to zero
-    num_epochs: float = 2.75
+    num_epochs: float = 3.0
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
     # supervised and prompt tokens in one optimizer step, over all processes
     tokens_per_step: int = 512
     grad_clip: float = 1.0
-    evaluate_every: int = 400  # optimizer steps between validations (and checkpoints)
+    evaluate_every: int = 750  # optimizer steps between validations (and checkpoints)
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", self.lr, "nothing would be learned", "Use a positive rate")
@@ -397,8 +397,8 @@ class EvalConfig:
     """Measurement: suites never seen in training, decoded with and without the draft."""
 
     suites: dict[str, SourceConfig] = field(default_factory=dict)
-    prompts_per_category: int = 3
-    max_new_tokens: int = 64
+    prompts_per_category: int = 2
+    max_new_tokens: int = 192  # as many as the draft learned from
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     gammas: list[int] = field(default_factory=lambda: [1, 2])
     # a draft ends once the product of its tokens' probabilities is below this; 0: never

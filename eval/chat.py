@@ -18,7 +18,7 @@ from conf.schema import Config, Dtype, RuntimeConfig, TargetConfig
 from conf.validate import require_package
 from data.chat import render_prompt
 from eval.pair import ModelPair, Pieces
-from models.decoding.engine import has_compiler
+from models.decoding.compiled import has_compiler
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Counts
 

@@ -42,7 +42,7 @@ from models.load import Target, device_of, load_folder, load_model, open_target,
 from models.vocab import require_same_tokenizer
 from train.checkpoint import BEST, STATE, load_state
 from train.head import Head
-from train.loop import NUM_COLD, Trainer, evaluate
+from train.loop import NUM_COLD, Trainer
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
@@ -96,11 +96,10 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     for row in train:
         row.hidden = None
     trainer = Trainer(config, model, head, train, validation)
-    before = evaluate(model, head, validation, dtype)
     export_dtype = getattr(torch, str(config.target.dtype))
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
-    _announce(tracker, model, trainer, before)
+    _announce(tracker, model, trainer)
     if trainer.restore(run.draft):
         tracker.message(
             f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
@@ -110,7 +109,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     best = load_state(run.draft / BEST)
     assert best is not None
     model.load_state_dict(best["model"], strict=False)
-    after = evaluate(model, head, validation, dtype)
+    assert progress.first is not None and progress.best is not None
     draft = Draft(
         fingerprint=fingerprint(made_by),
         determined_by=made_by,
@@ -120,7 +119,9 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         layers=layers,
         num_bytes=0,
         hot_vocab=0 if hot_ids is None else len(hot_ids),
-        expected_acceptance=BeforeAfter(before=before, after=after),
+        expected_acceptance=BeforeAfter(
+            before=Acceptance(**progress.first), after=Acceptance(**progress.best)
+        ),
         best_step=progress.best_step,
         num_steps=progress.step,
         num_tokens_seen=progress.num_tokens,
@@ -227,12 +228,11 @@ def check_export(folder: Path, model: DraftModel, row: Row, device: torch.device
         )
 
 
-def _announce(tracker: Tracker, model: DraftModel, trainer: Trainer, before: Acceptance) -> None:
+def _announce(tracker: Tracker, model: DraftModel, trainer: Trainer) -> None:
     trainable = sum(parameter.numel() for parameter in trainer.optimizers.parameters)
     tracker.message(
         f"distill: {model.config.num_hidden_layers} layers, {trainable / 1e6:.1f}M trainable"
-        f" parameters, {len(trainer.plan)} steps; expected acceptance before the first one"
-        f" {before.value:.4f}."
+        f" parameters, {len(trainer.plan)} steps."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ class Progress:
     num_tokens: int = 0  # supervised, over all processes
     seconds: float = 0.0
     best_step: int = 0
-    best: float = -1.0
+    first: dict[str, Any] | None = None  # fields of the Acceptance before the first step
+    best: dict[str, Any] | None = None  # and of the best one
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -129,7 +130,7 @@ class Trainer:
         """Train to the end of the plan. Raises NonFiniteLoss naming the answers of the step."""
         done = self.progress
         settings = self.config.optim
-        if done.step == 0 and not done.curve:
+        if done.first is None:
             self._validate(folder, tracker)
         start = last = time.perf_counter()
         before = done.seconds
@@ -251,9 +252,10 @@ class Trainer:
         done.curve.append(
             {"step": done.step, "tokens": done.num_tokens, "expected_acceptance": found.value}
         )
-        is_best = found.value > done.best
+        done.first = done.first or asdict(found)
+        is_best = done.best is None or found.value > done.best["value"]
         if is_best:
-            done.best, done.best_step = found.value, done.step
+            done.best, done.best_step = asdict(found), done.step
         tracker.event(
             "distill/validation",
             {

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from models.decoding.compiled import Compiled, mark_varying
+
 WINDOW_STEP = 64  # the storage follows the longest row, rounded up to this
 
 
@@ -42,6 +44,7 @@ class RaggedLayer(CacheLayerMixin):
         shape = (num_rows, num_heads, window, head_dim)
         self.keys = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
         self.values = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        mark_varying([(self.keys, self.values)])
         self.where = cache.where
         self.is_initialized = True
 
@@ -81,10 +84,12 @@ class RaggedLayer(CacheLayerMixin):
             kept = min(window, old.shape[2])
             new[:, :, :kept] = old[:, :, :kept]
             setattr(self, name, new)
+        mark_varying([(self.keys, self.values)])
 
     def keep(self, rows_B: Tensor) -> None:
         """Drop all other rows."""
         self.keys, self.values = self.keys[rows_B], self.values[rows_B]
+        mark_varying([(self.keys, self.values)])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what attention reads; the engine passes finished masks, so this is
@@ -125,7 +130,7 @@ class RaggedCache(Cache):
         device: torch.device,
     ):
         self.dtype, self.device, self.capacity, self.num_rows = dtype, device, capacity, num_rows
-        self.compiled = False
+        self.compiled: Compiled | None = None  # runs the layers; None: they run as they are
         self.all_rows_B1 = torch.arange(num_rows, device=device).unsqueeze(1)
         self.where = Where(self.all_rows_B1)
         # a device keeps one shape for good, so that recorded kernels stay valid; a CPU pays for

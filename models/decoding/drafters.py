@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.decoding.engine import Engine
+from models.decoding.engine import FEW_QUERIES, Engine
 from models.decoding.sampling import Sampling, draw, law, likeliest
 
 
@@ -69,6 +69,8 @@ class ModelDrafter:
         """At most `gamma` tokens after `tokens`, one uniform each."""
         device = self.engine.device
         self.settle(tokens)
+        while len(tokens) - self._cached > FEW_QUERIES:  # more would need code of its own
+            self._read(tokens, self._cached + FEW_QUERIES)
         feed = torch.tensor([list(tokens[self._cached :])], device=device)
         ids: list[Tensor] = []
         laws: list[Tensor] = []
@@ -97,6 +99,13 @@ class ModelDrafter:
         return Proposal(
             torch.cat(ids, 1), self._spread(torch.cat(laws, 1)) if laws else None, len(ids)
         )
+
+    def _read(self, tokens: Sequence[int], end: int) -> None:
+        """Catch up with the text to `end`."""
+        new = torch.tensor([list(tokens[self._cached : end])], device=self.engine.device)
+        positions = torch.arange(self._cached, end, device=self.engine.device).unsqueeze(0)
+        self.engine.forward(new, positions, longest=end, last_only=True)
+        self._cached = end
 
     def _spread(self, q_1GH: Tensor) -> Tensor:
         """Laws over the hot ids as laws over the target's vocabulary."""

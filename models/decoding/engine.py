@@ -2,8 +2,7 @@
 that pays.
 
 Only one decoder layer is compiled, not the model: its code does not depend on the layer's number or
-weights, so the result serves every layer of the target and of a draft made from it, and compiling
-takes seconds.
+weights, so the result serves every layer, and compiling takes seconds.
 """
 
 # B rows, T new positions, V vocabulary, S readable cache, K key-value heads, G query heads per
@@ -12,10 +11,8 @@ takes seconds.
 from __future__ import annotations
 
 import inspect
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from conf.schema import UserError
 from models.decoding.cache import RaggedCache
+from models.decoding.compiled import Compiled, has_compiler
 
 ATTENTION = "draftsmith_ragged"
 # up to this many query positions a grouped product beats torch's fused attention on a CPU
@@ -35,8 +33,6 @@ FEW_QUERIES = 16
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias")
 # layers up to which compiling the whole model takes no longer than a few single layers do
 SHALLOW = 8
-# shapes of one layer's code: one row or many, one position or several, prefill or not
-RECOMPILE_LIMIT = 64
 
 
 class UnsupportedModel(UserError, ValueError):
@@ -85,19 +81,6 @@ AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def has_compiler() -> bool:
-    """Whether torch.compile can build CPU code here."""
-    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT
-    )
-    return torch.compile(function)
-
-
 class _Dispatch:
     """Forward of one decoder layer: gives it its own view of a ragged cache and compiled code."""
 
@@ -113,8 +96,9 @@ class _Dispatch:
         view = held.views[self.index]
         args = tuple(view if value is held else value for value in args)
         kwargs = {key: view if value is held else value for key, value in kwargs.items()}
-        run = _compiled(self.plain) if held.compiled else self.plain
-        return run(self.layer, *args, **kwargs)
+        if held.compiled is None:
+            return self.plain(self.layer, *args, **kwargs)
+        return held.compiled.run(self.plain, self.layer, *args, **kwargs)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -146,13 +130,14 @@ class Engine:
         _prepare(model)
         self.model = model.eval()
         self.device = model.device
-        self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
+        # code compiled for its tensors is for tensors of this mode, in which all calls run
+        with torch.inference_mode():
+            self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
         self.compiled = compiled and (model.device.type != "cpu" or has_compiler())
         # a shallow model is compiled whole: what surrounds its few layers would cost as much as
         # they do
-        is_shallow = len(decoder_layers(model)) <= SHALLOW
-        self.cache.compiled = self.compiled and not is_shallow
-        self._run = _compiled(model.forward) if self.compiled and is_shallow else model
+        self._is_shallow = len(decoder_layers(model)) <= SHALLOW
+        self._code = Compiled()
         self.capacity = capacity
         self._shared: list[int] = []
         self._slots_S = torch.arange(capacity, device=model.device)
@@ -193,15 +178,31 @@ class Engine:
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
         self.cache.place(rows_B, positions_BT, longest, fresh, num_shared)
         read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
-        kept: Tensor | int = int(last_only) if only_T is None else only_T
-        return self._run(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,
-            attention_mask=self._mask(positions_BT, read),
-            use_cache=True,
-            logits_to_keep=kept,
-            **{self._cache_key: self.cache},
-        ).logits
+        given = {
+            "input_ids": tokens_BT,
+            "position_ids": positions_BT,
+            "attention_mask": self._mask(positions_BT, read),
+            "use_cache": True,
+            "logits_to_keep": int(last_only) if only_T is None else only_T,
+            self._cache_key: self.cache,
+        }
+        num_rows, width = tokens_BT.shape
+        # one row is read once and then extended for long: compiling the reading would not pay
+        self.cache.compiled = (
+            self._code if self.compiled and not (fresh and num_rows == 1) else None
+        )
+        if self.cache.compiled is None:
+            return self.model(**given).logits
+        # steps of one row are short and many; others are long beside the checks of their code
+        is_step = num_rows == 1 and width <= FEW_QUERIES
+        with self._code.calls(
+            (is_step, fresh, width > 1, last_only),
+            (width, read, tokens_BT.stride(), positions_BT.stride()) if is_step else None,
+        ):
+            if not self._is_shallow:
+                return self.model(**given).logits
+            self.cache.compiled = None
+            return self._code.run(self.model.forward, **given).logits
 
     def prefill(self, tokens: Sequence[int], row: int = 0) -> Tensor:
         """Start one row afresh with a prompt; logits after its last token, shape V."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTr
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from models.decoding.cache import WINDOW_STEP
+from models.decoding.compiled import has_compiler
 from models.decoding.engine import (
     FEW_QUERIES,
     SHALLOW,
     Engine,
     UnsupportedModel,
     attend,
-    has_compiler,
     narrow_head,
 )
 from tests.families import FAMILIES, tiny_family
@@ -285,3 +286,33 @@ def test_compiled_logits_are_uncached_logits(num_layers: int) -> None:
     rows.extend(3, seed=10)
     rows.take_back([2, 0])
     rows.extend(3, seed=20)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
+@pytest.mark.parametrize(
+    ("family", "num_layers"),
+    [(family, size) for family in ("llama", "qwen2-mixed") for size in (2, SHALLOW + 1)],
+)
+def test_steps_that_skip_the_checks_of_compiled_code_are_right(
+    family: str, num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, widths in turn, over windows that grow, shrink and grow again: every kind of step
+    and window meets the code of all the others.
+    """
+    settings = {"num_hidden_layers": num_layers, "initializer_range": 0.1}
+    engine = Engine(tiny_family(family, **settings), num_rows=1, capacity=256, compiled=True)
+    skipped: list[bool] = []
+    stance = torch.compiler.set_stance
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        skipped.append(bool(kwargs["skip_guard_eval_unsafe"]))
+        return stance(*args, **kwargs)
+
+    monkeypatch.setattr(torch.compiler, "set_stance", counted)
+    num_steps = 0
+    for length in (50, 100, 5, 120):
+        rows = Rows(engine, tiny_family(family, **settings), [length])
+        for seed, width in enumerate((1, 3, 1, 2, 8, 1, 9, 2, 3, 30, 1)):
+            rows.extend(width, seed)
+            num_steps += 1
+    assert not has_compiler() or num_steps // 3 < len(skipped) < num_steps
