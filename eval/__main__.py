@@ -27,6 +27,13 @@ Measuring a draft is a stage of the pipeline: python -m train stage=evaluate
 """
 
 
+def some_text(text: str) -> str:
+    """An argument that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty and would end every answer: leave it out")
+    return text
+
+
 def number(read: Callable[[str], float], least: float) -> Callable[[str], float]:
     """An argument that is a finite number of `least` or more."""
 
@@ -84,6 +91,20 @@ def parser() -> argparse.ArgumentParser:
         "--temperature", type=number(float, 0), default=0.7, help="0 is greedy (%(default)s)"
     )
     chat.add_argument(
+        "--repetition-penalty",
+        type=number(float, 0.01),
+        default=1.0,
+        help="above 1, tokens that were there before are less likely (%(default)s)",
+    )
+    chat.add_argument(
+        "--stop",
+        metavar="STRING",
+        action="append",
+        type=some_text,
+        default=[],
+        help="ends an answer; may be given several times",
+    )
+    chat.add_argument(
         "--gamma",
         type=number(int, 0),
         help="drafted tokens for each target call; 0 is the target alone (default: the best of the "
@@ -116,6 +137,8 @@ def chat_command(options: argparse.Namespace) -> int:
         gamma=best_gamma(folder) if options.gamma is None else options.gamma,
         lookup=options.lookup,
         temperature=options.temperature,
+        repetition_penalty=options.repetition_penalty,
+        stop=tuple(options.stop),
         max_new_tokens=options.max_new_tokens,
         context=options.context,
         seed=options.seed,

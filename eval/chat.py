@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from eval.pair import ModelPair, Pieces
 from models.decoding.compiled import has_compiler
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Counts
+from models.decoding.stops import StopStrings
 
 # told apart without colour too: a correction is underlined and a bonus token bold
 STYLES = {"draft": "green", "correction": "yellow underline", "bonus": "bold cyan"}
@@ -40,12 +41,15 @@ class ChatSettings:
     """How answers are decoded.
 
     `context` limits what is remembered, in tokens; gamma 0 is the target alone. `lookup` is how
-    far prompt lookup drafts beside the draft model, 0 for not at all.
+    far prompt lookup drafts beside the draft model, 0 for not at all. An answer ends with the token
+    that completes one of the strings in `stop`.
     """
 
     gamma: int
     lookup: int = 0
     temperature: float
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
     max_new_tokens: int
     context: int
     seed: int = 0
@@ -98,6 +102,11 @@ class Chat:
         if self.settings.gamma and self.settings.lookup:
             self._decoder = self.pair.beside_lookup(self.settings.gamma)
             self._gamma = max(self.settings.gamma, self.settings.lookup)
+        stops = StopStrings(self.pair.target.tokenizer, self.settings.stop)
+        self._decoder = replace(self._decoder, stop_strings=stops if stops.strings else None)
+        self._sampling = Sampling(
+            self.settings.temperature, repetition_penalty=self.settings.repetition_penalty
+        )
 
     def warm_up(self) -> None:
         """Compile the decoding steps before the first question."""
@@ -114,7 +123,7 @@ class Chat:
                 prompt,
                 gamma=self._gamma,
                 max_new_tokens=max(num_tokens, 1),
-                sampling=Sampling(self.settings.temperature),
+                sampling=self._sampling,
                 rng=torch.Generator().manual_seed(0),
             )
 
@@ -161,7 +170,7 @@ class Chat:
             prompt,
             gamma=self._gamma,
             max_new_tokens=self.settings.max_new_tokens,
-            sampling=Sampling(self.settings.temperature),
+            sampling=self._sampling,
             rng=self._rng,
             counts=counts,
         ):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from conf.schema import Config
 from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
+from models.decoding.packed import pack
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
 from models.draft import read_hot_ids
@@ -43,6 +44,8 @@ class ModelPair:
         target = open_target(config)
         trust = config.target.trust_remote_code
         model = load_model(target, dtype=dtype, device=device, trust_remote_code=trust)
+        if config.runtime.pack_target:
+            pack(model)
         int8 = config.runtime.int8_draft
         draft, hot_ids_H = load_draft(folder, dtype, device, int8=int8)
         compiled = config.runtime.compile

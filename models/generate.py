@@ -25,6 +25,7 @@ from data.prepare import read_prompts
 from data.shards import Row, ShardError, read_shard, write_shard
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import SHALLOW, Engine
+from models.decoding.packed import pack
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
 
 # in the order they are answered: without validation answers nothing can be selected
@@ -113,6 +114,8 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
         device=device_of(config.runtime),
         trust_remote_code=config.target.trust_remote_code,
     )
+    if config.runtime.pack_target:
+        pack(model, config.generate.batch_size)
     seconds, num_tokens = _answer_jobs(config, target, model, jobs, done, folder, tracker)
     PartialState().wait_for_everyone()
     if process_rank() != 0:

@@ -158,12 +158,19 @@ def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> di
         "vocab_size": target.config.vocab_size,
         "num_layers": target.config.num_hidden_layers,
         "hidden_size": target.config.hidden_size,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes": sum(
-            parameter.numel() * parameter.element_size() for parameter in model.parameters()
-        ),
+        "parameters": num_weights(model),
+        "bytes": num_weights(model) * model.dtype.itemsize,
         "dtype": str(config.dtype),
     }
+
+
+def num_weights(model: PreTrainedModel) -> int:
+    """Weights of a model, those of a tied head once."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # packed for a processor, a tied head has a copy of its own
+    is_copied = model.config.tie_word_embeddings and head.weight is not embedding.weight
+    return total - head.weight.numel() if is_copied else total
 
 
 def _gguf_file(target: TargetConfig) -> Path:

@@ -161,6 +161,7 @@ class RaggedCache(Cache):
         where = self.where
         where.rows_B1 = self.all_rows_B1 if rows_B is None else rows_B.unsqueeze(1)
         where.positions_BT = positions_BT
+        mark_varying([where.rows_B1, positions_BT])
         where.fresh, where.num_shared = fresh, num_shared
         needed = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
         # `longest` of a prefill is that of one row, so only calls over all rows may shrink the

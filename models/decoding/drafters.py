@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.decoding.engine import FEW_QUERIES, Engine
-from models.decoding.sampling import Sampling, draw, law, likeliest
+from models.decoding.sampling import Sampling, draw, law, likeliest, penalise
 
 
 class Proposal(NamedTuple):
@@ -46,12 +46,14 @@ class ModelDrafter:
     ):
         self.engine, self.vocab_size, self.hot_ids = engine, vocab_size, hot_ids
         self.stop_below = stop_below
-        self._cached = 0
+        self._cached = self._num_prompt = 0
+        self._nothing = torch.empty(1, 0, dtype=torch.long, device=engine.device)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Read the prompt, but for its last token."""
         if len(prompt) > 1:
             self.engine.prefill(list(prompt[:-1]))
+        self._num_prompt = len(prompt)
         self._cached = len(prompt) - 1
 
     def settle(self, tokens: Sequence[int]) -> None:
@@ -82,6 +84,8 @@ class ModelDrafter:
             # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
             if self.hot_ids is None:
                 logits = logits[..., : self.vocab_size]
+            if sampling.looks_back:
+                logits = self._penalised(logits, sampling, tokens, ids)
             if sampling.temperature == 0:
                 index = likeliest(logits, side="draft", first_position=length - 1)
             else:
@@ -106,6 +110,20 @@ class ModelDrafter:
         positions = torch.arange(self._cached, end, device=self.engine.device).unsqueeze(0)
         self.engine.forward(new, positions, longest=end, last_only=True)
         self._cached = end
+
+    def _penalised(
+        self, logits: Tensor, sampling: Sampling, tokens: Sequence[int], ids: list[Tensor]
+    ) -> Tensor:
+        """The target's penalties, for drafts that it accepts. It alone knows its stop ids."""
+        return penalise(
+            logits,
+            sampling,
+            text=tokens,
+            num_prompt=self._num_prompt,
+            drafted_1G=torch.cat(ids, 1) if ids else self._nothing,
+            vocab_size=self.vocab_size,
+            ids_V=self.hot_ids,
+        )
 
     def _spread(self, q_1GH: Tensor) -> Tensor:
         """Laws over the hot ids as laws over the target's vocabulary."""

@@ -187,10 +187,9 @@ class Engine:
             self._cache_key: self.cache,
         }
         num_rows, width = tokens_BT.shape
-        # one row is read once and then extended for long: compiling the reading would not pay
-        self.cache.compiled = (
-            self._code if self.compiled and not (fresh and num_rows == 1) else None
-        )
+        # reading few tokens at once is soon over: compiling it would not pay
+        is_small = fresh and (num_rows == 1 or width <= FEW_QUERIES)
+        self.cache.compiled = self._code if self.compiled and not is_small else None
         if self.cache.compiled is None:
             return self.model(**given).logits
         # steps of one row are short and many; others are long beside the checks of their code

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,19 @@ class NonFiniteLogits(UserError, FloatingPointError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is the one-hot law of the most likely token."""
+    """How tokens are drawn. Temperature 0 is the one-hot law of the most likely token.
+
+    The penalties look at what came before (see `penalise`); 1 and 0 turn them off.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0  # no stop id before so many tokens
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -37,6 +44,26 @@ class Sampling:
                 f"top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}: use top_k >= 0, 0 <"
                 " top_p <= 1 and 0 <= min_p < 1."
             )
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if not all(map(math.isfinite, penalties)) or self.repetition_penalty <= 0:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty},"
+                f" presence_penalty={self.presence_penalty},"
+                f" frequency_penalty={self.frequency_penalty}: use finite numbers, the first above"
+                " 0."
+            )
+        if self.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens}: use 0 or more.")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the law of a token depends on the tokens before it other than by the logits."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_new_tokens > 0
+        )
 
 
 def law(
@@ -69,6 +96,59 @@ def likeliest(logits_BTV: Tensor, side: str = "model", first_position: int = 0) 
     best = logits_BTV.max(-1)  # NaN is larger than any number
     check_finite(best.values.unsqueeze(-1), side, first_position)
     return best.indices
+
+
+def penalise(
+    logits_1TV: Tensor,
+    sampling: Sampling,
+    *,
+    text: Sequence[int],
+    num_prompt: int,
+    drafted_1G: Tensor,
+    vocab_size: int,
+    stop_ids: Collection[int] = (),
+    ids_V: Tensor | None = None,
+) -> Tensor:
+    """Logits after the penalties of `sampling`, float32, to be given to `law` or `likeliest`.
+
+    Of an id that came before, a positive logit is divided by `repetition_penalty` and a negative
+    one multiplied (CTRL, 1909.05858). An id generated n > 0 times loses `presence_penalty` + n
+    `frequency_penalty` (OpenAI's API). Stop ids are impossible until `min_new_tokens` were
+    generated. The prompt counts for the first only.
+
+    Args:
+        logits_1TV: logits of the last T of the G + 1 positions after `text`, where `drafted_1G`
+            follows.
+        text: prompt and what was committed; the first `num_prompt` tokens are the prompt.
+        vocab_size: ids there are.
+        stop_ids: what `min_new_tokens` speaks of.
+        ids_V: the ids of the columns, where these are not 0, 1, 2, ...
+    """
+    device, num_positions = logits_1TV.device, logits_1TV.shape[1]
+
+    def counted(ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=device).bincount(minlength=vocab_size)
+
+    drafted_GV = torch.nn.functional.one_hot(drafted_1G[0], vocab_size)
+    counts_TV = torch.cat([counted(text[num_prompt:]).unsqueeze(0), drafted_GV]).cumsum(0)
+    counts_TV = counts_TV[-num_positions:]
+    seen_TV = (counts_TV > 0) | (counted(text[:num_prompt]) > 0)
+    num_new_T = len(text) - num_prompt + torch.arange(len(drafted_GV) + 1, device=device)
+    stops_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    stops_V[list(stop_ids)] = True
+    barred_TV = stops_V & (num_new_T[-num_positions:, None] < sampling.min_new_tokens)
+    if ids_V is not None:
+        counts_TV, seen_TV, barred_TV = (
+            table.index_select(1, ids_V) for table in (counts_TV, seen_TV, barred_TV)
+        )
+    size = logits_1TV.shape[-1]  # a draft may know fewer ids
+    counts_TV, seen_TV, barred_TV = counts_TV[:, :size], seen_TV[:, :size], barred_TV[:, :size]
+    logits = logits_1TV.float()
+    factor = sampling.repetition_penalty
+    logits = logits.where(~seen_TV, (logits / factor).where(logits > 0, logits * factor))
+    logits = logits - sampling.frequency_penalty * counts_TV
+    logits = logits - sampling.presence_penalty * (counts_TV > 0)
+    return logits.masked_fill(barred_TV, -math.inf)
 
 
 def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:

@@ -21,7 +21,8 @@ from torch.nn.functional import one_hot
 from conf.schema import Verification
 from models.decoding.drafters import Proposal
 from models.decoding.engine import Engine
-from models.decoding.sampling import Sampling, law, likeliest
+from models.decoding.sampling import Sampling, law, likeliest, penalise
+from models.decoding.stops import StopStrings
 from models.decoding.verify import block, chain, greedy
 
 
@@ -149,7 +150,8 @@ class Decoder:
     With a `fixed_width` every target call reads at least so many tokens, so that calls with and
     without a draft have one shape: in bfloat16 the same sums over one token and over several round
     differently, and near ties then fall either way. Take gamma + 1, for both.
-    `stop_ids` end an output and are part of it. Uniforms come from `rng`, so equal seeds give equal
+    `stop_ids` end an output and are part of it, and so does the token that completes one of
+    `stop_strings`. Uniforms come from `rng`, so equal seeds give equal
     outputs.
     """
 
@@ -158,6 +160,7 @@ class Decoder:
     stop_ids: frozenset[int]
     rule: Verification = Verification.block
     fixed_width: int = 0
+    stop_strings: StopStrings | None = None
 
     def decode(
         self,
@@ -193,7 +196,7 @@ class Decoder:
         rng: torch.Generator,
         counts: Counts | None = None,
     ) -> Iterator[Round]:
-        """Yield what each target call commits, until a stop id or the length limit.
+        """Yield what each target call commits, until a stop or the length limit.
 
         Raises ValueError when prompt and output do not fit the target's cache, FloatingPointError
         on NaN logits.
@@ -226,6 +229,16 @@ class Decoder:
             longest = len(tokens) - 1 + fed_1T.shape[1]
             positions = torch.arange(len(tokens) - 1, longest, device=device).unsqueeze(0)
             logits = self.target.forward(fed_1T, positions, longest=longest)[:, : width + 1]
+            if sampling.looks_back:
+                logits = penalise(
+                    logits,
+                    sampling,
+                    text=tokens,
+                    num_prompt=len(prompt),
+                    drafted_1G=drafted_1G,
+                    vocab_size=logits.shape[-1],
+                    stop_ids=self.stop_ids,
+                )
             side, first = "target", len(tokens) - 1
             if sampling.temperature == 0:
                 verdict = greedy(likeliest(logits, side, first), drafted_1G)
@@ -240,7 +253,7 @@ class Decoder:
                 [verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]
             ).tolist()
             new = [*emitted[:num_accepted], emitted[-1]]
-            stop = next((i for i, token in enumerate(new) if token in self.stop_ids), None)
+            stop = self._stop(tokens, len(prompt), new)
             new = new if stop is None else new[: stop + 1]
             kept = min(num_accepted, len(new))
             # a rejection is a test too, unless the output ended before it
@@ -250,6 +263,14 @@ class Decoder:
             yield Round(new, kept, width)
             if stop is not None:
                 return
+
+    def _stop(self, tokens: Sequence[int], num_prompt: int, new: Sequence[int]) -> int | None:
+        """Which of the new tokens ends the output."""
+        places = [place for place, token in enumerate(new) if token in self.stop_ids]
+        if self.stop_strings is not None:
+            found = self.stop_strings.first([*tokens[num_prompt:], *new], len(new))
+            places += [] if found is None else [found]
+        return min(places, default=None)
 
     def _check(self, prompt: Sequence[int], gamma: int, max_new_tokens: int) -> Drafter:
         if gamma < 0 or (gamma and self.drafter is None):

@@ -99,6 +99,38 @@ def test_greedy_output_is_the_targets_own(family: str) -> None:
             assert counts.num_accepted == counts.num_tested
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_penalties_are_those_of_transformers(kind: str) -> None:
+    """Greedy with a repetition penalty, which the prompt counts for, and a least length."""
+    reference, engine = tiny_family("llama"), engine_of(tiny_family("llama"))
+    choose = random.Random(kind)
+    for number in range(6):
+        prompt = [choose.randrange(3, VOCAB_SIZE) for _ in range(choose.randrange(1, 24))]
+        sampling = Sampling(
+            0.0, repetition_penalty=choose.choice([0.8, 1.3, 2.0]), min_new_tokens=4 * number
+        )
+        stop_ids = choose.sample(range(VOCAB_SIZE), 20)
+        ids = torch.tensor([prompt])
+        want = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=stop_ids,
+            repetition_penalty=sampling.repetition_penalty,
+            min_new_tokens=sampling.min_new_tokens,
+        )[0, len(prompt) :].tolist()
+        got, _ = Decoder(engine, drafter_of(kind, "llama"), frozenset(stop_ids)).decode(
+            prompt,
+            gamma=3,
+            max_new_tokens=24,
+            sampling=sampling,
+            rng=torch.Generator().manual_seed(0),
+        )
+        assert got == want
+        assert len(got) > sampling.min_new_tokens or got == want[:24]
+
+
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
     return tiny_family("llama")

@@ -25,7 +25,7 @@ from conf.schema import Verification
 from models.decoding import drafters, speculative, verify
 from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
-from models.decoding.sampling import Sampling, draw, law, likeliest
+from models.decoding.sampling import Sampling, draw, law, likeliest, penalise
 from models.decoding.speculative import Decoder, Drafter
 from models.decoding.verify import Verdict, block, chain
 from tests.families import tiny_family
@@ -436,7 +436,18 @@ def exact_law(target: LookupEngine, sampling: Sampling, stop_ids: frozenset[int]
     for _ in range(NUM_CHECKED):
         longer: Law = {}
         for tokens, probability in open_law.items():
-            after_V = law(target.after(PROMPT + tokens).view(1, 1, -1), sampling)[0, 0].double()
+            logits = target.after(PROMPT + tokens).view(1, 1, -1)
+            if sampling.looks_back:
+                logits = penalise(
+                    logits,
+                    sampling,
+                    text=[*PROMPT, *tokens],
+                    num_prompt=len(PROMPT),
+                    drafted_1G=torch.empty(1, 0, dtype=torch.long),
+                    vocab_size=VOCAB_SIZE,
+                    stop_ids=stop_ids,
+                )
+            after_V = law(logits, sampling)[0, 0].double()
             for token, chance in enumerate(after_V.tolist()):
                 held = ended if token in stop_ids else longer
                 held[*tokens, token] = probability * chance
@@ -685,11 +696,29 @@ def block_stops_early(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: S
     patch.setattr(verify, "longest_kept", lambda kept_BG: kept_BG.int().cumprod(-1).sum(-1))
 
 
+def drafted_not_counted(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
+    """The target's penalties forget what was drafted in the same round."""
+
+    def forgetful(logits: Tensor, sampling: Sampling, **rest: Any) -> Tensor:
+        kept = [
+            penalise(
+                logits[:, i : i + 1], sampling, **rest | {"drafted_1G": rest["drafted_1G"][:, :0]}
+            )
+            for i in range(logits.shape[1])
+        ]
+        return torch.cat(kept, 1)
+
+    patch.setattr(speculative, "penalise", forgetful)
+
+
 def nothing(_patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
     """Not a bug: under the same settings the decoder as it is passes."""
 
 
 CHAIN, BLOCK = Verification.chain, Verification.block
+PENALISED = Sampling(
+    1.0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, min_new_tokens=2
+)
 PLANTS: list[tuple[Plant, Sampling, int, str, Verification]] = [
     (no_residual, Sampling(1.0), 2, "model", CHAIN),
     (no_residual, Sampling(1.0), 2, "model", BLOCK),
@@ -705,6 +734,10 @@ PLANTS: list[tuple[Plant, Sampling, int, str, Verification]] = [
     (wrong_hot_ids, Sampling(1.0), 2, "hot ids", BLOCK),
     (one_uniform_for_a_round, Sampling(1.0), 3, "model", CHAIN),
     (block_stops_early, Sampling(1.0), 3, "model", BLOCK),
+    (drafted_not_counted, PENALISED, 2, "model", BLOCK),
+    (nothing, PENALISED, 2, "model", BLOCK),
+    (nothing, PENALISED, 2, "hot ids", CHAIN),
+    (nothing, PENALISED, 2, "combined", BLOCK),
     (nothing, Sampling(1.0), 2, "model", CHAIN),
     (nothing, Sampling(1.0), 3, "model", BLOCK),
     (nothing, Sampling(0.6), 2, "model", CHAIN),
@@ -729,8 +762,9 @@ def test_the_check_fails_on_a_planted_bug(
     drafter_of: Callable[[str], Drafter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = Decoder(target, drafter_of(kind), frozenset(), rule)
-    exact = exact_law(target, sampling, frozenset())
+    stops = frozenset({2}) if sampling.min_new_tokens else frozenset[int]()
+    decoder = Decoder(target, drafter_of(kind), stops, rule)
+    exact = exact_law(target, sampling, stops)
     plant(monkeypatch, decoder, sampling)
     p_value = decoder_p_value(
         decoder, exact, sampling=sampling, gamma=gamma, num_samples=NUM_SAMPLES, seed=1

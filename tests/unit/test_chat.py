@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,12 +43,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(**changes: float) -> ChatSettings:
+def settings(**changes: Any) -> ChatSettings:
     values = {"gamma": 2, "temperature": 0.0, "max_new_tokens": 24, "context": 256, **changes}
     return ChatSettings(**values, compiled=False)  # type: ignore[arg-type]
 
 
-def opened(outputs: Path, **changes: float) -> tuple[Chat, io.StringIO, io.StringIO]:
+def opened(outputs: Path, **changes: Any) -> tuple[Chat, io.StringIO, io.StringIO]:
     out, notes = io.StringIO(), io.StringIO()
     wide = {"force_terminal": True, "width": 300, "highlight": False, "color_system": "standard"}
     pair, system_prompt = load_pair(outputs / "main", settings(**changes))
@@ -217,6 +218,24 @@ def test_a_bad_number_is_refused(options: list[str], capsys: pytest.CaptureFixtu
         main(["chat", *options])
     assert left.value.code == 2
     assert f"argument {options[0]}: {options[1]}: use " in capsys.readouterr().err
+
+
+def test_an_empty_stop_string_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["chat", "--stop", ""])
+    assert left.value.code == 2
+    assert "argument --stop: it is empty" in capsys.readouterr().err
+
+
+def test_a_stop_string_and_a_penalty_reach_the_decoder(outputs: Path) -> None:
+    whole = alone(QUESTION)
+    chat, _, _ = opened(outputs, stop=(whole[3:6],))
+    chat.ask(QUESTION)
+    short = chat.history[-1]["content"]
+    assert whole.startswith(short) and whole[3:6] in short and len(short) < len(whole)
+    chat, _, _ = opened(outputs, repetition_penalty=1.8)
+    chat.ask(QUESTION)
+    assert chat.history[-1]["content"] != whole
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.decoding.sampling import NonFiniteLogits, Sampling, draw, draw_mixed, law
+from models.decoding.sampling import (
+    NonFiniteLogits,
+    Sampling,
+    draw,
+    draw_mixed,
+    law,
+    penalise,
+)
 
 LAST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1, which torch.rand can return
 
@@ -250,3 +257,52 @@ def test_greedy_rows_take_the_first_of_equal_logits(values: list[int]) -> None:
     logits_V = torch.tensor(values, dtype=torch.float32)
     token = int(mixed(logits_V, 0.0, torch.tensor([0.9]), len(values)))
     assert token == values.index(max(values))
+
+
+def test_penalties_by_hand() -> None:
+    """Prompt 0 0 1, then 1 2, then drafted 2: ids 0 to 4, id 4 ends an output."""
+    logits = torch.tensor([2.0, -1.0, 4.0, 3.0, 5.0]).expand(1, 2, 5)
+    sampling = Sampling(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=3
+    )
+    found = penalise(
+        logits,
+        sampling,
+        text=[0, 0, 1, 1, 2],
+        num_prompt=3,
+        drafted_1G=torch.tensor([[2]]),
+        vocab_size=5,
+        stop_ids=[4],
+    )
+    want = [
+        # once generated: 1 and 2; then 2 twice
+        [1.0, -2.0 - 0.75, 2.0 - 0.75, 3.0, -math.inf],
+        [1.0, -2.0 - 0.75, 2.0 - 1.0, 3.0, 5.0],
+    ]
+    torch.testing.assert_close(found, torch.tensor([want]))
+    ids_V = torch.tensor([4, 2])
+    some = penalise(
+        logits[..., ids_V],
+        sampling,
+        text=[0, 0, 1, 1, 2],
+        num_prompt=3,
+        drafted_1G=torch.tensor([[2]]),
+        vocab_size=5,
+        stop_ids=[4],
+        ids_V=ids_V,
+    )
+    torch.testing.assert_close(some, found[..., ids_V])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty=nan"),
+        ({"presence_penalty": math.inf}, "presence_penalty=inf"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1"),
+    ],
+)
+def test_impossible_penalties_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Sampling(**settings)
