@@ -84,6 +84,7 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         lessons=lessons.fingerprint,
         compile=config.runtime.compile,
         int8_draft=config.runtime.int8_draft,
+        pack_target=config.runtime.pack_target,
     )
     if run.resume(run.report, Report, made_by) is Resume.complete:
         report = Report.read(run.report)
