@@ -271,6 +271,13 @@ class Result:
     efficiency: float
     identical_outputs: float | None  # greedy only
 
+    @property
+    def usual_length(self) -> int:
+        """Drafted tokens of the average call, rounded, at least 1: what to tell an engine whose
+        drafts all have one length.
+        """
+        return max(1, round(self.num_drafted / max(self.num_target_calls, 1)))
+
 
 @dataclass(kw_only=True)
 class ExpectedAcceptance:

@@ -207,6 +207,7 @@ def _batch_against_generate(bench: Bench) -> Row:
         capacity=bench.pair.decoder.target.capacity,
         compiled=bench.pair.decoder.target.compiled,
     )
+    engine.share(bench.prompts)  # as generate does
     generator = Generator(
         engine, stop_ids=bench.pair.target.stop_ids, max_new_tokens=NUM_TOKENS, top_k=8
     )

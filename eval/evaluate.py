@@ -10,7 +10,6 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from conf.contracts import (
     Interval,
     Lessons,
     Prompt,
-    Rates,
     Report,
     Result,
 )
@@ -37,34 +35,23 @@ from conf.run import (
     process_rank,
     provenance,
 )
-from conf.schema import Config, EvalConfig, require
+from conf.schema import Config, require
 from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split
 from data.suites import suite_prompts
 from eval.acceptance import Overlap, Text, mean_overlap, overlaps
-from eval.pair import ModelPair, Pieces, load_draft
+from eval.measure import AT_ONE, Question, best_of, check_estimate, decode_all, decoders
+from eval.pair import ModelPair, load_draft
 from eval.report import write_report
-from eval.speed import Decoded, Pair, measure_cost, predicted_speedup, speedup, timed
+from eval.speed import measure_cost, timed
 from eval.table import summary_table
 from models.decoding.compiled import has_compiler
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder
 from models.load import Target, describe, set_threads
 
-ALL = "all"
 MAX_PROMPT_TOKENS = 512
-AT_ONE = Sampling(temperature=1.0)
 CATCHING_UP = (1, 2)  # tokens a draft reads at once: shapes to compile
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt of a suite, as ids."""
-
-    category: str
-    prompt: list[int]
-    text: str
 
 
 def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
@@ -107,8 +94,8 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         | {f"v_{width}": value for width, value in cost.v.items()},
     )
     expected = expect(config, models, run, lessons, tracker)
-    results, with_lookup, answers, samples = decode_all(config, models, questions, cost, tracker)
-    best = best_of(results, min(settings.temperatures))
+    found = decode_all(config, models, questions, cost, tracker)
+    best = best_of(found.alone, min(settings.temperatures))
     assert best is not None
     report = Report(
         fingerprint=fingerprint(made_by),
@@ -126,12 +113,12 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         machine=machine(config, models),
         cost=cost,
         expected_acceptance=expected,
-        results=results,
-        with_lookup=with_lookup,
+        results=found.alone,
+        with_lookup=found.with_lookup,
         best=best,
-        verdict=verdict(best, best_of(with_lookup, best.temperature), cost),
-        warnings=check_estimate(models, answers, results, settings.confidence),
-        samples=samples,
+        verdict=verdict(best, best_of(found.with_lookup, best.temperature), cost),
+        warnings=check_estimate(models, found.answers, found.alone, settings.confidence),
+        samples=found.samples,
         seconds_by_stage={
             "prepare": corpus.provenance.seconds,
             "generate": lessons.seconds,
@@ -244,174 +231,6 @@ def expect(
             name: mean_overlap(found, level) for name, found in sorted(by_temperature.items())
         },
     )
-
-
-def decoders(models: ModelPair, settings: EvalConfig) -> list[tuple[Decoder, int]]:
-    """What is measured: the draft alone at each draft length, and beside prompt lookup."""
-    found = [(models.decoder, gamma) for gamma in settings.gammas]
-    if settings.lookup_gamma:
-        found.append((models.beside_lookup(max(settings.gammas)), settings.lookup_gamma))
-    return [(replace(decoder, rule=settings.verification), gamma) for decoder, gamma in found]
-
-
-def decode_all(
-    config: Config, models: ModelPair, questions: Sequence[Question], cost: Cost, tracker: Tracker
-) -> tuple[list[Result], list[Result], list[Text], list[dict[str, Any]]]:
-    """Decode every prompt at every setting, autoregressive and speculative runs taking turns.
-
-    Returns the rows of the draft alone and beside prompt lookup, the answers sampled at temperature
-    1 without a draft, and marked-up samples.
-    """
-    settings = config.eval
-    measured = decoders(models, settings)
-    num_alone = len(settings.gammas)
-    pairs: dict[tuple[bool, float, int, str], list[Pair]] = defaultdict(list)
-    answers: list[Text] = []
-    samples: list[dict[str, Any]] = []
-    total = len(settings.temperatures) * settings.repeats * len(questions) * (1 + len(measured))
-    with tracker.progress("evaluate: decoding", total, "outputs") as bar:
-        for temperature in settings.temperatures:
-            for repeat in range(settings.repeats):
-                for number, question in enumerate(questions):
-                    seed = config.seed + 1000 * repeat + number
-                    plain = _decode(models.decoder, question, 0, temperature, config, seed)
-                    bar.advance()
-                    if temperature == 1.0:
-                        answers.append(
-                            Text(question.prompt, plain.tokens, question.category, temperature)
-                        )
-                    # another order for every prompt: no setting is always measured right after the
-                    # baseline
-                    for place in range(len(measured)):
-                        index = (place + number) % len(measured)
-                        decoder, gamma = measured[index]
-                        fast = _decode(decoder, question, gamma, temperature, config, seed)
-                        bar.advance()
-                        for category in (ALL, question.category):
-                            key = (index >= num_alone, temperature, gamma, category)
-                            pairs[key].append(Pair(plain, fast))
-                        if (
-                            repeat == 0
-                            and number % settings.prompts_per_category == 0
-                            and index == num_alone - 1
-                        ):
-                            samples.append(_sample(models, question, fast, temperature, gamma))
-    rows: dict[bool, list[Result]] = {False: [], True: []}
-    for (beside, temperature, gamma, category), found in sorted(pairs.items()):
-        rows[beside].append(_result(category, temperature, gamma, found, cost, settings.confidence))
-    return rows[False], rows[True], answers, samples
-
-
-def _decode(
-    decoder: Decoder, question: Question, gamma: int, temperature: float, config: Config, seed: int
-) -> Decoded:
-    return timed(
-        decoder,
-        question.prompt,
-        gamma=gamma,
-        max_new_tokens=config.eval.max_new_tokens,
-        sampling=Sampling(temperature),
-        seed=seed,
-    )
-
-
-def best_of(rows: Sequence[Result], temperature: float) -> Result | None:
-    """The fastest setting over all prompts at a temperature."""
-    pooled = [row for row in rows if (row.category, row.temperature) == (ALL, temperature)]
-    return max(pooled, key=lambda row: row.speedup.median, default=None)
-
-
-def _result(
-    category: str,
-    temperature: float,
-    gamma: int,
-    pairs: Sequence[Pair],
-    cost: Cost,
-    confidence: float,
-) -> Result:
-    counts = sum((pair.speculative.counts for pair in pairs), Counts())
-    seconds = [pair.seconds() for pair in pairs]
-    num_tokens = sum(one[2] for one in seconds)
-    measured = speedup(pairs, confidence)
-    predicted = predicted_speedup(counts, cost)
-    same = sum(pair.autoregressive.tokens == pair.speculative.tokens for pair in pairs) / len(pairs)
-    return Result(
-        category=category,
-        temperature=temperature,
-        gamma=gamma,
-        acceptance_rate=counts.acceptance_rate,
-        acceptance_length=counts.acceptance_length,
-        acceptance_length_histogram=counts.calls_by_length,
-        position_acceptance=counts.position_acceptance,
-        conditional_acceptance=counts.conditional_acceptance,
-        draft_utilisation=counts.draft_utilisation,
-        num_prompts=len(pairs),
-        num_tokens=counts.num_tokens,
-        num_target_calls=counts.num_target_calls,
-        target_call_widths=counts.calls_by_width,
-        num_draft_steps=counts.num_draft_steps,
-        num_drafted=counts.num_drafted,
-        num_tested=counts.num_tested,
-        num_accepted=counts.num_accepted,
-        tokens_per_second=Rates(
-            autoregressive=num_tokens / sum(one[0] for one in seconds),
-            speculative=num_tokens / sum(one[1] for one in seconds),
-        ),
-        speedup=measured,
-        predicted_speedup=predicted,
-        efficiency=measured.median / predicted,
-        identical_outputs=same if temperature == 0 else None,
-    )
-
-
-def _sample(
-    models: ModelPair, question: Question, decoded: Decoded, temperature: float, gamma: int
-) -> dict[str, Any]:
-    """An output with the origin of each token: accepted drafts, corrections after a rejection,
-    bonus tokens.
-    """
-    pieces = Pieces(models.target.tokenizer)
-    tokens = [piece for step in decoded.rounds for piece in pieces.of_round(step)]
-    tokens += pieces.rest()
-    return {
-        "prompt": question.text,
-        "category": question.category,
-        "temperature": temperature,
-        "gamma": gamma,
-        "tokens": [asdict(piece) for piece in tokens],
-    }
-
-
-def check_estimate(
-    models: ModelPair, answers: Sequence[Text], results: Sequence[Result], confidence: float
-) -> list[str]:
-    """A warning when decoding accepts otherwise than the teacher-forced estimate on the same kind
-    of text says.
-
-    Compares rounds of one drafted token at temperature 1: later ones are tested only after
-    successes, and block verification accepts more.
-    """
-    rows = [row for row in results if (row.category, row.temperature, row.gamma) == (ALL, 1.0, 1)]
-    if not answers or not rows:
-        return []
-    found = [
-        overlaps(models.model, [(models.draft, models.hot_ids_H)], text, AT_ONE)[0]
-        for text in answers
-    ]
-    estimate = mean_overlap(found, confidence)
-    tested = sum(row.num_target_calls for row in rows)
-    measured = sum(row.conditional_acceptance[0] * row.num_target_calls for row in rows) / tested
-    noise = (
-        2 * (measured * (1 - measured) / (tested / len(rows))) ** 0.5
-        + (estimate.high - estimate.low) / 2
-    )
-    if abs(measured - estimate.value) <= noise:
-        return []
-    return [
-        f"Decoding at temperature 1 accepted {measured:.3f} of first drafted tokens, but the laws"
-        f" of the same draft overlap by {estimate.value:.3f} on text of that kind (tolerance"
-        f" {noise:.3f}). One of the two is wrong: do not trust this report."
-    ]
 
 
 def verdict(best: Result, with_lookup: Result | None, cost: Cost) -> str:

@@ -139,7 +139,8 @@ def reason(report: Report) -> str:
     best = report.best
     if best.speedup.median >= 1:
         return ""
-    alpha = break_even_acceptance(report.cost, best.gamma)
+    length = best.usual_length
+    alpha = break_even_acceptance(report.cost, length)
     if best.predicted_speedup >= 1 or alpha is None:
         return (
             f"Acceptance is not the obstacle: with {best.acceptance_length:.2f} tokens per target "
@@ -147,17 +148,17 @@ def reason(report: Report) -> str:
             f"(efficiency {best.efficiency:.2f}) takes more than that."
         )
     text = (
-        f"At draft length {best.gamma} the draft must have {alpha:.2f} of its tested tokens "
+        f"At draft length {length} the draft must have {alpha:.2f} of its tested tokens "
         f"accepted to break even, and {best.acceptance_rate:.2f} were."
     )
     if alpha > 1:
         text = (
-            f"At draft length {best.gamma} even a draft whose every token is accepted could not "
+            f"At draft length {length} even a draft whose every token is accepted could not "
             f"pay: break-even acceptance is {alpha:.2f}, above 1."
         )
     return text + (
         f" One draft step costs {report.cost.c:.2f} of a target step, and checking "
-        f"{best.gamma + 1} tokens costs {report.cost.v[str(best.gamma + 1)]:.2f}."
+        f"{length + 1} tokens costs {report.cost.v[str(length + 1)]:.2f}."
     )
 
 

@@ -102,10 +102,10 @@ def _introduction(report: Report, draft: Draft, publication: Publication) -> str
 
 def _summary(report: Report) -> str:
     expected, best, sampled = report.expected_acceptance, report.best, best_sampled(report)
-    rows = [("speedup, greedy", _speedup(best.speedup), f"drafting {best.gamma} at a time")]
+    rows = [("speedup, greedy", _speedup(best.speedup), f"drafting up to {best.gamma} at a time")]
     if sampled is not None:
         name = f"speedup, sampled at temperature {sampled.temperature:g}"
-        rows.append((name, _speedup(sampled.speedup), f"drafting {sampled.gamma} at a time"))
+        rows.append((name, _speedup(sampled.speedup), f"drafting up to {sampled.gamma} at a time"))
     rows += [
         ("tokens per target call, greedy", f"{best.acceptance_length:.2f}", "1 without a draft"),
         ("acceptance rate, greedy", f"{best.acceptance_rate:.1%}", "of the tested drafted tokens"),
@@ -120,15 +120,15 @@ def _summary(report: Report) -> str:
 
 def _usage(report: Report, publication: Publication) -> str:
     target, draft = publication.base_model or "TARGET", publication.repo_id or "DRAFT"
-    gamma = report.best.gamma
+    length = report.best.usual_length
     advice = (
-        f"Drafting {_plural(gamma, 'token')} at a time was fastest here. The optimum depends on "
-        "the machine: try one less and one more."
+        f"The fastest setting here drafted {_plural(length, 'token')} a call on average. The "
+        "optimum depends on the machine: try one less and one more."
     )
     names = [f"`{name}` for {text}" for name, text in STAND_INS.items() if name in (target, draft)]
     if names:
         advice += f" Below stand {' and '.join(names)}."
-    return f"## Use\n\n{advice}\n\n{serving_commands(target, draft, gamma)}"
+    return f"## Use\n\n{advice}\n\n{serving_commands(target, draft, length)}"
 
 
 def _measurements(report: Report, recipe: Mapping[str, Any], publication: Publication) -> str:

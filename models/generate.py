@@ -243,9 +243,7 @@ def _answer_jobs(
         # a shallow model is compiled whole, and then the hook that keeps hidden states may not run
         compiled=config.runtime.compile and target.config.num_hidden_layers > SHALLOW,
     )
-    # a system prompt, mostly; every prompt has at least a token of its own
-    shortest = min(len(job.prompt) for job in missing)
-    engine.share(os.path.commonprefix([job.prompt for job in missing])[: shortest - 1])
+    engine.share([job.prompt for job in missing])
     generator = Generator(
         engine,
         stop_ids=target.stop_ids,

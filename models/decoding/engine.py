@@ -11,6 +11,7 @@ weights, so the result serves every layer, and compiling takes seconds.
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -244,15 +245,16 @@ class Engine:
         )
         return logits_BUV, own_B
 
-    def share(self, beginning: Sequence[int]) -> None:
-        """Read what prompts begin with, a system prompt for example, once and for all. Takes row
-        0.
+    def share(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Read what all prompts begin with, a system prompt mostly, once and for all. Takes row 0;
+        every prompt keeps a token of its own.
         """
-        if beginning:
-            self.prefill(beginning)
+        shortest = min(map(len, prompts))
+        self._shared = list(os.path.commonprefix([list(p) for p in prompts])[: shortest - 1])
+        if self._shared:
+            self.prefill(self._shared)
             for layer in self.cache.ragged:
-                layer.share(len(beginning))
-        self._shared = list(beginning)
+                layer.share(len(self._shared))
 
     def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
         """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the

@@ -135,9 +135,9 @@ def test_several_rows_start_in_one_padded_call(family: str) -> None:
 def test_a_shared_beginning_is_read_once(family: str) -> None:
     rows = Rows(engine_of(tiny_family(family), 4), tiny_family(family), [12, 7, 9, 3])
     beginning = text(6, seed=60)
-    rows.engine.share(beginning)
-    rows.texts[0] = list(beginning)
     prompts = {2: beginning + text(5, seed=61), 0: beginning + text(1, seed=62)}
+    rows.engine.share(list(prompts.values()))
+    rows.texts[0] = list(beginning)
     read: list[int] = []
     hook = rows.engine.model.register_forward_pre_hook(
         lambda _model, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True

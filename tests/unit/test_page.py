@@ -171,7 +171,7 @@ def test_commands_can_be_pasted() -> None:
     assert json.loads(words[4]) == {
         "method": "draft_model",
         "model": "outputs/main/draft/model",
-        "num_speculative_tokens": report.best.gamma,
+        "num_speculative_tokens": report.best.usual_length,
     }
 
 
@@ -179,3 +179,14 @@ def test_commands_can_be_pasted() -> None:
 def test_sparse_reports_render(make: Callable[[], Report]) -> None:
     report = make()
     assert report.verdict in _parsed(render_page(report, {})).text
+
+
+def test_engines_are_told_what_the_average_call_drafted() -> None:
+    """Their drafts have one length; ours end early."""
+    report = example_report()
+    calls = report.best.num_target_calls
+    for num_drafted, told in ((round(1.7 * calls), 2), (round(3.2 * calls), 3), (calls // 3, 1)):
+        report.best = dataclasses.replace(report.best, gamma=4, num_drafted=num_drafted)
+        page = html.unescape(render_page(report, {}))
+        assert f'"num_speculative_tokens": {told},' in page
+        assert f"num_assistant_tokens = {told}\n" in page
