@@ -248,7 +248,7 @@ class DraftConfig:
     pretrained: str = ""  # Hub id or folder (init=pretrained)
     train_embeddings: bool = False
     # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
-    hot_vocab: int = 4096
+    hot_vocab: int = 8192
 
     def __post_init__(self) -> None:
         require(
