@@ -146,7 +146,7 @@ def speedup_by_gamma(report: Report) -> Figure | None:
         handles.append(_handle(f"{temperature_label(temperature)}, measured", **look))
     axes.axhline(1.0, color=INK, lw=1, ls="--")
     _integers(axes, [row.gamma for row in rows])
-    axes.set_xlabel("draft length gamma (tokens proposed per target call)")
+    axes.set_xlabel("draft length gamma (most tokens proposed per target call)")
     axes.set_ylabel("speedup over plain decoding (times)")
     axes.set_title("Speedup by draft length, all prompts")
     handles.append(_handle("predicted", marker="o", mfc="white"))

@@ -52,7 +52,8 @@ class Compiled:
                 yield
         else:
             yield
-            self._seen.add((kind, shape))
+            if shape is not None:
+                self._seen.add((kind, shape))
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run compiled `function`."""

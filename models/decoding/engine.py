@@ -124,7 +124,7 @@ def _prepare(model: PreTrainedModel) -> None:
 
 class Engine:
     """A model, a ragged cache of `num_rows` rows of `capacity` tokens, and the one call that
-    advances them.
+    advances them. The model must not be changed afterwards: compiled steps no longer check it.
     """
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):

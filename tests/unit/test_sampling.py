@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,15 +266,16 @@ def test_penalties_by_hand() -> None:
     sampling = Sampling(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=3
     )
-    found = penalise(
-        logits,
-        sampling,
+    penalised = partial(
+        penalise,
+        sampling=sampling,
         text=[0, 0, 1, 1, 2],
         num_prompt=3,
         drafted_1G=torch.tensor([[2]]),
         vocab_size=5,
         stop_ids=[4],
     )
+    found = penalised(logits)
     want = [
         # once generated: 1 and 2; then 2 twice
         [1.0, -2.0 - 0.75, 2.0 - 0.75, 3.0, -math.inf],
@@ -281,16 +283,7 @@ def test_penalties_by_hand() -> None:
     ]
     torch.testing.assert_close(found, torch.tensor([want]))
     ids_V = torch.tensor([4, 2])
-    some = penalise(
-        logits[..., ids_V],
-        sampling,
-        text=[0, 0, 1, 1, 2],
-        num_prompt=3,
-        drafted_1G=torch.tensor([[2]]),
-        vocab_size=5,
-        stop_ids=[4],
-        ids_V=ids_V,
-    )
+    some = penalised(logits[..., ids_V], ids_V=ids_V)
     torch.testing.assert_close(some, found[..., ids_V])
 
 
