@@ -146,6 +146,7 @@ class SplitLessons:
     num_rows: int
     num_tokens: int
     num_prompt_tokens: int
+    num_laws: int  # recorded distributions: of generated tokens and, in training, of prompts'
     num_truncated: int  # ended by the length limit, not by EOS
     num_empty: int  # EOS at once
     num_looping: int  # the last 32 tokens repeat a pattern of 8 tokens or fewer
@@ -162,7 +163,7 @@ class Lessons(Manifest):
     num_skipped_prompts: int  # longer than generate.max_prompt_tokens
     top_k: int
     mean_recorded_mass: float  # probability the recorded ids cover, averaged over positions
-    bytes_per_token: float
+    bytes_per_token: float  # of recorded distributions
     tokens_per_second: float
     seconds: float
 

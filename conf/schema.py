@@ -94,6 +94,9 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
+    """`auto` is bfloat16 where the device multiplies it, else float32."""
+
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -193,7 +196,8 @@ class TargetConfig:
     package: str = ""  # installed distribution that ships the weights
     gguf: bool = False  # the weights are one GGUF file, converted once into the cache folder
     revision: str = "main"
-    dtype: Dtype = Dtype.bfloat16
+    # auto: weights rounded to bfloat16; a CPU that cannot multiply it computes in float32
+    dtype: Dtype = Dtype.auto
     system_prompt: str = ""  # empty: what the chat template does by itself
     trust_remote_code: bool = False
 
@@ -209,6 +213,9 @@ class GenerateConfig:
     max_prompt_tokens: int = 224
     batch_size: int = 128  # rows decoded together
     top_k: int = 48  # recorded ids per position
+    # also record the laws of a training prompt's own tokens, which reading it computes: more to
+    # learn from for little
+    record_prompts: bool = True
     # at most so many training positions keep their final hidden state, for the warm start
     warm_start_tokens: int = 32768
     rows_per_shard: int = 256
@@ -375,15 +382,11 @@ class RuntimeConfig:
     # compile decoding steps; without a C++ compiler they run eagerly, and one line says so
     compile: bool = True
     num_threads: int = 0  # CPU threads; 0: torch's own choice
-    # our decoder reads a bfloat16 draft's weights as int8 on a CPU; the exported ones are not
-    # changed
+    # our decoder reads a draft's weights as int8 on a CPU; the exported ones are not changed
     int8_draft: bool = True
-    # reorder a bfloat16 target's weights as a CPU computes with them: decodes a quarter faster with
-    # and without a draft, which then gains less
-    pack_target: bool = False
     head_chunk: int = 512  # positions whose logits are alive at once in training
     # of matrix products in training; parameters and divergences stay float32
-    train_dtype: Dtype = Dtype.bfloat16
+    train_dtype: Dtype = Dtype.auto
 
     def __post_init__(self) -> None:
         require(

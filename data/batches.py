@@ -23,7 +23,8 @@ from data.shards import Row
 class Batch:
     """One packed line.
 
-    A supervised position holds the token *before* a generated one: its output predicts that token.
+    A supervised position holds the token *before* one whose law was recorded: its output predicts
+    that token.
     `segments_T` numbers the answers, so that attention can be kept inside each.
     """
 
@@ -32,7 +33,7 @@ class Batch:
     positions_T: Tensor
     segments_T: Tensor
     supervised_N: Tensor  # indices into T
-    next_N: Tensor  # generated ids
+    next_N: Tensor  # ids that follow
     top_ids_NK: Tensor
     top_log_p_NK: Tensor
 
@@ -74,7 +75,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         tokens.append(torch.cat([row.prompt, row.generated[:-1]]))
         positions.append(torch.arange(length))
         segments.append(torch.full((length,), number))
-        supervised.append(torch.arange(offset + len(row.prompt) - 1, offset + length))
+        supervised.append(torch.arange(offset + length - row.num_laws, offset + length))
         offset += length
     return Batch(
         rows=[row.index for row in rows],
@@ -82,7 +83,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         positions_T=torch.cat(positions),
         segments_T=torch.cat(segments),
         supervised_N=torch.cat(supervised),
-        next_N=torch.cat([row.generated for row in rows]),
+        next_N=torch.cat([torch.cat([row.prompt, row.generated])[-row.num_laws :] for row in rows]),
         top_ids_NK=torch.cat([row.top_ids for row in rows]),
         top_log_p_NK=torch.cat([row.top_log_p for row in rows]),
     )

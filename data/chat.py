@@ -27,9 +27,10 @@ def render_prompt(
 
 
 def show_supervision(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], generated: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], num_supervised: int
 ) -> str:
-    """One conversation as text, the supervised part between brackets: what a reader checks before a
-    run.
+    """One conversation as text, its supervised last part between brackets: what a reader checks
+    before a run.
     """
-    return f"{tokenizer.decode(list(prompt))}[[{tokenizer.decode(list(generated))}]]"
+    start = len(ids) - num_supervised
+    return f"{tokenizer.decode(list(ids[:start]))}[[{tokenizer.decode(list(ids[start:]))}]]"

@@ -1,16 +1,17 @@
 """Recorded answers on disk: safetensors files of whole rows, written atomically and checked on
 reading.
 
-Tensors of a shard (R rows, P prompt tokens in all, N generated tokens in all, K recorded ids):
+Tensors of a shard (R rows; P prompt tokens, N generated tokens and M laws in all; K recorded ids):
     row              int64 R    number of the answer in the job; the job is resumed by these
     category         uint8 R    index into the metadata's list of categories
     temperature      float32 R  temperature the answer was sampled at
     num_prompt       int32 R
     num_generated    int32 R
+    num_laws         int32 R
     prompt           int32 P    prompt ids, rows one after another
     generated        int32 N    answer ids
-    top_ids          int32 or uint16 N K   the likeliest ids, in falling order
-    top_log_p        float16 N K           their log-probabilities at temperature 1, not
+    top_ids          int32 or uint16 M K   the likeliest ids, in falling order
+    top_log_p        float16 M K           their log-probabilities at temperature 1, not
     renormalised
     hidden           bfloat16 N D          what the target's head read (only in the first shards)
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,16 +40,28 @@ class ShardError(UserError, ValueError):
 
 @dataclass
 class Row:
-    """One answered prompt with the target's distribution at each generated token."""
+    """One answered prompt with the target's laws of the last M tokens: of all generated ones, and,
+    where M > N, of the prompt's before them.
+    """
 
     index: int
     category: str
     temperature: float
     prompt: Tensor  # int64 P
     generated: Tensor  # int64 N
-    top_ids: Tensor  # int64 N K
-    top_log_p: Tensor  # float32 N K
+    top_ids: Tensor  # int64 M K
+    top_log_p: Tensor  # float32 M K
     hidden: Tensor | None = None  # bfloat16 N D
+
+    @property
+    def num_laws(self) -> int:
+        """M, the supervised positions."""
+        return len(self.top_ids)
+
+    def of_answer(self) -> Row:
+        """The same with the laws of the answer alone."""
+        start = self.num_laws - len(self.generated)
+        return replace(self, top_ids=self.top_ids[start:], top_log_p=self.top_log_p[start:])
 
 
 def write_shard(path: Path, rows: Sequence[Row], vocab_size: int) -> Shard:
@@ -63,6 +76,7 @@ def write_shard(path: Path, rows: Sequence[Row], vocab_size: int) -> Shard:
         "temperature": torch.tensor([row.temperature for row in rows]),
         "num_prompt": torch.tensor([len(row.prompt) for row in rows], dtype=torch.int32),
         "num_generated": torch.tensor([len(row.generated) for row in rows], dtype=torch.int32),
+        "num_laws": torch.tensor([row.num_laws for row in rows], dtype=torch.int32),
         "prompt": torch.cat([row.prompt for row in rows]).int(),
         "generated": torch.cat([row.generated for row in rows]).int(),
         "top_ids": torch.cat([row.top_ids for row in rows]).to(ids_dtype),
@@ -108,15 +122,17 @@ def read_shard(path: Path) -> list[Row]:
 
 
 def _rows(tensors: dict[str, Tensor], categories: list[str]) -> list[Row]:
-    num_prompt, num_generated = tensors["num_prompt"].tolist(), tensors["num_generated"].tolist()
+    num_prompt, num_generated, num_laws = (
+        tensors[name].tolist() for name in ("num_prompt", "num_generated", "num_laws")
+    )
     prompts = tensors["prompt"].long().split(num_prompt)
     generated = tensors["generated"].long().split(num_generated)
     # uint16 lacks most operations; a view as int16 is widened and its sign bit undone
     top_ids = tensors["top_ids"]
     if top_ids.dtype is torch.uint16:
         top_ids = top_ids.view(torch.int16).int() & 0xFFFF
-    ids = top_ids.long().split(num_generated)
-    log_p = tensors["top_log_p"].float().split(num_generated)
+    ids = top_ids.long().split(num_laws)
+    log_p = tensors["top_log_p"].float().split(num_laws)
     hidden = (
         tensors["hidden"].split(num_generated) if "hidden" in tensors else [None] * len(num_prompt)
     )

@@ -69,12 +69,7 @@ class Bench:
         )
         capacity = max(len(row.prompt) for row in rows) + NUM_TOKENS + 2 * BLOCK_GAMMA
         pair = ModelPair.load(config, folder / "draft" / "model", -(-capacity // 64) * 64)
-        plain = load_model(
-            pair.target,
-            dtype=pair.model.dtype,
-            device=pair.model.device,
-            trust_remote_code=config.target.trust_remote_code,
-        )
+        plain = load_model(pair.target, config.target, pair.model.device)
         prompts = [row.prompt.tolist() for row in rows]
         return cls(report, pair, plain, folder, prompts)
 

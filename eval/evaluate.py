@@ -47,6 +47,7 @@ from eval.report import write_report
 from eval.speed import measure_cost, timed
 from eval.table import summary_table
 from models.decoding.compiled import has_compiler
+from models.decoding.kernels import has_kernels
 from models.decoding.sampling import Sampling
 from models.load import Target, describe, set_threads
 
@@ -71,7 +72,6 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         lessons=lessons.fingerprint,
         compile=config.runtime.compile,
         int8_draft=config.runtime.int8_draft,
-        pack_target=config.runtime.pack_target,
     )
     if run.resume(run.report, Report, made_by) is Resume.complete:
         report = Report.read(run.report)
@@ -110,7 +110,7 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
             "bytes": draft_manifest.num_bytes,
             "hot_vocab": draft_manifest.hot_vocab,
         },
-        machine=machine(config, models),
+        machine=machine(models),
         cost=cost,
         expected_acceptance=expected,
         results=found.alone,
@@ -172,6 +172,11 @@ def warm_up(
     """
     if config.runtime.compile and models.model.device.type == "cpu" and not has_compiler():
         tracker.message("evaluate: no C++ compiler was found, so decoding runs uncompiled.")
+    elif models.model.device.type == "cpu" and not has_kernels():
+        tracker.message(
+            "evaluate: the CPU kernels could not be built (a C++ compiler with OpenMP builds them),"
+            " so decoding runs on torch's own, slower products."
+        )
     start = time.perf_counter()
     by_length = sorted(questions, key=lambda question: len(question.prompt))
     for decoder, gamma in [(models.decoder, 0), *decoders(models, config.eval)]:
@@ -256,14 +261,14 @@ def _figures(speedup: Interval) -> str:
     return f"{speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def machine(config: Config, models: ModelPair) -> dict[str, Any]:
+def machine(models: ModelPair) -> dict[str, Any]:
     """Where the figures come from."""
     device = models.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "cores": torch.get_num_threads() if device.type == "cpu" else os.cpu_count(),
-        "dtype": str(config.target.dtype),
+        "dtype": str(models.model.dtype).removeprefix("torch."),
         "compiled": models.decoder.target.compiled,
     }
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from conf.schema import Config
 from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head
-from models.decoding.packed import pack
+from models.decoding.kernels import use_kernel
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
 from models.draft import read_hot_ids
@@ -40,14 +40,11 @@ class ModelPair:
         """The target of `config` and the draft exported to `folder`, with room for `capacity`
         tokens.
         """
-        device, dtype = device_of(config.runtime), getattr(torch, str(config.target.dtype))
         target = open_target(config)
-        trust = config.target.trust_remote_code
-        model = load_model(target, dtype=dtype, device=device, trust_remote_code=trust)
-        if config.runtime.pack_target:
-            pack(model)
+        model = load_model(target, config.target, device_of(config.runtime))
+        use_kernel(model)
         int8 = config.runtime.int8_draft
-        draft, hot_ids_H = load_draft(folder, dtype, device, int8=int8)
+        draft, hot_ids_H = load_draft(folder, model.dtype, model.device, int8=int8)
         compiled = config.runtime.compile
         drafter = ModelDrafter(
             Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
@@ -71,7 +68,7 @@ def load_draft(
 ) -> tuple[PreTrainedModel, Tensor | None]:
     """An exported draft as our decoder runs it, and the ids it proposes (None: all).
 
-    Its head is narrowed to those ids, and on a CPU its bfloat16 weights become int8.
+    Its head is narrowed to those ids, and on a CPU its weights become int8.
     """
     draft = load_folder(folder, dtype=dtype, device=device)
     hot_ids_H = read_hot_ids(folder)
@@ -82,11 +79,14 @@ def load_draft(
 
 
 def make_cheap(draft: PreTrainedModel, hot_ids_H: Tensor | None, *, int8: bool) -> None:
-    """What our decoder does to a draft, in place: a head of the proposed ids, int8 on a CPU."""
+    """What our decoder does to a draft, in place: a head of the proposed ids, on a CPU int8 weights
+    and the kernel for few rows.
+    """
     if hot_ids_H is not None:
         narrow_head(draft, hot_ids_H)
     if int8 and draft.device.type == "cpu":
         quantize(draft)
+    use_kernel(draft)
 
 
 @dataclass(frozen=True)

@@ -241,14 +241,16 @@ def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge
 
 
 def rank_vocabulary(rows: Iterable[Row], vocab_size: int) -> Tensor:
-    """Ids by how much of the target's probability they carried, largest first; unseen ids follow by
-    number.
+    """Ids by how much of the target's probability they carried in its answers, largest first;
+    unseen ids follow by number.
 
     Byte-pair vocabularies are numbered by the order of their merges, so a lower number is the
     likelier unseen id.
     """
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for row in rows:
-        mass.index_add_(0, row.top_ids.flatten(), row.top_log_p.exp().double().flatten())
+        answer = row.of_answer()
+        laws = answer.top_log_p.exp().double()
+        mass.index_add_(0, answer.top_ids.flatten(), laws.flatten())
         mass.index_add_(0, row.generated, torch.ones(len(row.generated), dtype=torch.float64))
     return mass.sort(descending=True, stable=True).indices

@@ -25,7 +25,6 @@ from data.prepare import read_prompts
 from data.shards import Row, ShardError, read_shard, write_shard
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import SHALLOW, Engine
-from models.decoding.packed import pack
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
 
 # in the order they are answered: without validation answers nothing can be selected
@@ -108,21 +107,14 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     _check_size(config, jobs, target, folder)
     start = time.perf_counter()
     done = _finished(folder, tracker)
-    model = load_model(
-        target,
-        dtype=getattr(torch, str(config.target.dtype)),
-        device=device_of(config.runtime),
-        trust_remote_code=config.target.trust_remote_code,
-    )
-    if config.runtime.pack_target:
-        pack(model, config.generate.batch_size)
+    model = load_model(target, config.target, device_of(config.runtime))
     seconds, num_tokens = _answer_jobs(config, target, model, jobs, done, folder, tracker)
     PartialState().wait_for_everyone()
     if process_rank() != 0:
         PartialState().wait_for_everyone()
         return Lessons.read(folder)
     splits, mean_mass = _take_stock(folder, config)
-    total = sum(split.num_tokens for split in splits.values())
+    num_laws = sum(split.num_laws for split in splits.values())
     lessons = Lessons(
         fingerprint=folder.resolve().name.removeprefix("lessons-"),
         determined_by=made_by,
@@ -133,7 +125,7 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
         top_k=config.generate.top_k,
         mean_recorded_mass=mean_mass,
         bytes_per_token=sum(shard.num_bytes for split in splits.values() for shard in split.shards)
-        / max(total, 1),
+        / max(num_laws, 1),
         tokens_per_second=num_tokens / seconds if seconds else 0.0,
         seconds=round(time.perf_counter() - start, 1),
     )
@@ -182,6 +174,8 @@ def _check_size(config: Config, jobs: list[Job], target: Target, folder: Path) -
     """Refuse a recording that cannot fit, before anything is computed."""
     settings = config.generate
     most = len(jobs) * settings.max_new_tokens
+    if settings.record_prompts:
+        most += sum(len(job.prompt) for job in jobs)
     per_token = settings.top_k * (4 if target.config.vocab_size <= 2**16 else 6) + 8
     hidden = min(most, settings.warm_start_tokens) * target.config.hidden_size * 2
     gib = (most * per_token + hidden) / 2**30
@@ -262,7 +256,12 @@ def _answer_jobs(
             rng = torch.Generator().manual_seed(hash((config.seed, job.index)) % 2**63)
             uniforms = torch.rand(settings.max_new_tokens, generator=rng)
             yield Request(
-                job.index, job.prompt, job.temperature, uniforms, keep_hidden=job.keep_hidden
+                job.index,
+                job.prompt,
+                job.temperature,
+                uniforms,
+                keep_hidden=job.keep_hidden,
+                record_prompt=settings.record_prompts and job.split == "train",
             )
 
     start = last = time.perf_counter()
@@ -289,7 +288,8 @@ def _answer_jobs(
 
 
 def _sample(target: Target, answer: Answer) -> str:
-    return repr(show_supervision(target.tokenizer, answer.prompt, answer.tokens))
+    text = [*answer.prompt, *answer.tokens]
+    return repr(show_supervision(target.tokenizer, text, len(answer.ids_MK)))
 
 
 def _row(job: Job, answer: Answer) -> Row:
@@ -299,8 +299,8 @@ def _row(job: Job, answer: Answer) -> Row:
         temperature=job.temperature,
         prompt=torch.tensor(answer.prompt),
         generated=torch.tensor(answer.tokens),
-        top_ids=answer.ids_NK,
-        top_log_p=answer.log_probabilities_NK,
+        top_ids=answer.ids_MK,
+        top_log_p=answer.log_probabilities_MK,
         hidden=answer.hidden_ND,
     )
 
@@ -316,7 +316,7 @@ def _take_stock(folder: Path, config: Config) -> tuple[dict[str, SplitLessons], 
     ids cover.
     """
     splits = {}
-    mass = count = 0.0
+    mass = total = 0.0
     for split in ("train", "validation"):
         shards, categories, temperatures = [], Counter[str](), Counter[str]()
         seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -348,12 +348,13 @@ def _take_stock(folder: Path, config: Config) -> tuple[dict[str, SplitLessons], 
                 categories[row.category] += 1
                 temperatures[str(row.temperature)] += len(answer)
                 mass += float(row.top_log_p.exp().sum())
-                count += len(answer)
+                num["laws"] += row.num_laws
         splits[split] = SplitLessons(
             shards=shards,
             num_rows=num["rows"],
             num_tokens=num["tokens"],
             num_prompt_tokens=num["prompt"],
+            num_laws=num["laws"],
             num_truncated=num["truncated"],
             num_empty=num["empty"],
             num_looping=num["looping"],
@@ -361,16 +362,18 @@ def _take_stock(folder: Path, config: Config) -> tuple[dict[str, SplitLessons], 
             rows_by_category=dict(sorted(categories.items())),
             tokens_by_temperature=dict(sorted(temperatures.items())),
         )
-    return splits, mass / max(count, 1)
+        total += num["laws"]
+    return splits, mass / max(total, 1)
 
 
 def _show(lessons: Lessons, tracker: Tracker) -> None:
-    columns = ["split", "answers", "tokens", "truncated", "empty", "looping", "duplicates"]
+    columns = ["split", "answers", "tokens", "laws", "truncated", "empty", "looping", "duplicates"]
     rows: list[list[str | int]] = [
         [
             name,
             s.num_rows,
             s.num_tokens,
+            s.num_laws,
             s.num_truncated,
             s.num_empty,
             s.num_looping,

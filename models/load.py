@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import warnings
 from collections.abc import Callable
@@ -26,7 +27,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conf.schema import Config, ConfigError, Device, RuntimeConfig, TargetConfig, require
+from conf.schema import (
+    Config,
+    ConfigError,
+    Device,
+    Dtype,
+    RuntimeConfig,
+    TargetConfig,
+    require,
+)
 
 # written last: a cache folder without it is a conversion that was interrupted
 CONVERTED = "converted-from.json"
@@ -126,16 +135,44 @@ def why_not_loaded(failed: Exception) -> str:
 
 
 def load_model(
-    target: Target, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    target: Target, config: TargetConfig, device: torch.device, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The target's weights."""
-    return load_folder(
+    """The target's weights, in the numbers that the configuration says or in others.
+
+    With `target.dtype=auto` they are rounded to bfloat16 on every machine, also where it computes
+    in float32.
+    """
+    model = load_folder(
         target.source,
-        dtype=dtype,
+        dtype=torch.bfloat16 if config.dtype is Dtype.auto else dtype_of(config.dtype, device),
         device=device,
         revision=target.revision,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=config.trust_remote_code,
     )
+    # the wrapped method has a signature that type checkers misread
+    nn.Module.to(model, dtype_of(config.dtype, device) if dtype is None else dtype)
+    return model
+
+
+def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """What to compute in on a device; `auto`: bfloat16 where the device multiplies it, else
+    float32.
+    """
+    if dtype is not Dtype.auto:
+        found: torch.dtype = getattr(torch, str(dtype))
+        return found
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for products of bfloat16: a CPU without them takes five
+    times as long as for float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_folder(
@@ -160,7 +197,7 @@ def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> di
         "hidden_size": target.config.hidden_size,
         "parameters": num_weights(model),
         "bytes": num_weights(model) * model.dtype.itemsize,
-        "dtype": str(config.dtype),
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
 
 

@@ -24,11 +24,13 @@ def made_up_row(
     top_k: int = 5,
     hidden_size: int = 0,
     last: int | None = None,
+    record_prompt: bool = False,
 ) -> Row:
     """An answer of the given lengths, random from its number, recorded as generation does."""
     rng = torch.Generator().manual_seed(index)
-    logits_NV = torch.randn(num_generated, vocab_size, generator=rng) * 3
-    top = logits_NV.log_softmax(-1).topk(top_k, -1)
+    num_laws = num_generated + (num_prompt - 1) * record_prompt
+    logits_MV = torch.randn(num_laws, vocab_size, generator=rng) * 3
+    top = logits_MV.log_softmax(-1).topk(top_k, -1)
     generated = torch.randint(vocab_size, (num_generated,), generator=rng)
     if last is not None:
         generated[-1] = last
@@ -65,7 +67,10 @@ def recorded_rows(
         length = int(torch.randint(2, 8, (), generator=rng))
         prompt = torch.randint(3, vocab_size, (length,), generator=rng).tolist()
         uniforms = torch.rand(max_new_tokens, generator=rng)
-        requests.append(Request(index, prompt, float(index % 4 > 0), uniforms, keep_hidden))
+        record_prompt = index % 3 == 0
+        requests.append(
+            Request(index, prompt, float(index % 4 > 0), uniforms, keep_hidden, record_prompt)
+        )
     engine = Engine(target, num_rows=min(32, num_rows), capacity=64, compiled=False)
     generator = Generator(
         engine, stop_ids=frozenset(range(16)), max_new_tokens=max_new_tokens, top_k=top_k
@@ -82,8 +87,8 @@ def _row(answer: Answer) -> Row:
         temperature=answer.temperature,
         prompt=torch.tensor(answer.prompt),
         generated=torch.tensor(answer.tokens),
-        top_ids=answer.ids_NK.long(),
-        top_log_p=answer.log_probabilities_NK.float(),
+        top_ids=answer.ids_MK.long(),
+        top_log_p=answer.log_probabilities_MK.float(),
         hidden=None if answer.hidden_ND is None else answer.hidden_ND.clone().bfloat16(),
     )
 
@@ -105,6 +110,7 @@ def write_recorded(
             num_rows=len(rows),
             num_tokens=sum(len(row.generated) for row in rows),
             num_prompt_tokens=sum(len(row.prompt) for row in rows),
+            num_laws=sum(row.num_laws for row in rows),
             num_truncated=0,
             num_empty=0,
             num_looping=0,

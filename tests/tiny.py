@@ -207,6 +207,7 @@ def _split(num_rows: int) -> SplitLessons:
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_prompt_tokens=num_rows * 20,
+        num_laws=num_rows * 50,
         num_truncated=num_rows // 8,
         num_empty=0,
         num_looping=0,

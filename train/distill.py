@@ -25,7 +25,7 @@ from conf.run import (
     provenance,
     write_atomically,
 )
-from conf.schema import Config, ConfigError, DraftInit, as_tree
+from conf.schema import Config, ConfigError, DraftInit, Dtype, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
 from data.batches import Batch, collate
@@ -38,7 +38,15 @@ from models.draft import (
     rank_vocabulary,
     warm_start,
 )
-from models.load import Target, device_of, load_folder, load_model, open_target, set_threads
+from models.load import (
+    Target,
+    device_of,
+    dtype_of,
+    load_folder,
+    load_model,
+    open_target,
+    set_threads,
+)
 from models.vocab import require_same_tokenizer
 from train.checkpoint import BEST, STATE, load_state
 from train.head import Head
@@ -86,7 +94,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         hot_ids = (
             rank_vocabulary(train, target.config.vocab_size)[: config.draft.hot_vocab].sort().values
         )
-    dtype = getattr(torch, str(config.runtime.train_dtype))
+    dtype = dtype_of(config.runtime.train_dtype, device)
     head = Head(
         model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk
     )
@@ -96,7 +104,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     for row in train:
         row.hidden = None
     trainer = Trainer(config, model, head, train, validation)
-    export_dtype = getattr(torch, str(config.target.dtype))
+    chosen = config.target.dtype
+    export_dtype = torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
     _announce(tracker, model, trainer)
@@ -181,12 +190,7 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
         layers: list[int] = []
     else:
-        full = load_model(
-            target,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            trust_remote_code=config.target.trust_remote_code,
-        )
+        full = load_model(target, config.target, torch.device("cpu"), torch.float32)
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
         plain = from_layers(full, layers)
         nn.Module.to(plain, device)
@@ -201,7 +205,7 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
 def _with_hidden(
     rows: Sequence[Row], device: torch.device, per_batch: int = 8
 ) -> Iterator[tuple[Batch, Tensor]]:
-    kept = [row for row in rows if row.hidden is not None]
+    kept = [row.of_answer() for row in rows if row.hidden is not None]
     for start in range(0, len(kept), per_batch):
         part = kept[start : start + per_batch]
         yield (

@@ -24,6 +24,7 @@ from data.batches import Batch, collate, num_positions, plan_batches
 from data.shards import Row
 from data.statistics import pooled
 from models.draft import DraftModel
+from models.load import dtype_of
 from train.checkpoint import BEST, STATE, load_state, save_state
 from train.head import Head, Sums
 from train.objectives import divergence
@@ -69,7 +70,7 @@ def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dt
             continue
         batch = collate(pack).to(head.weight_HE.device)
         values = head.acceptance(_features(model, batch, dtype), batch).cpu()
-        for part in values.split([len(row.generated) for row in pack]):
+        for part in values.split([row.num_laws for row in pack]):
             totals.append(float(part.sum()))
             counts.append(len(part))
         pack = []
@@ -97,8 +98,8 @@ class Trainer:
         self.config, self.model, self.head = config, model, head
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
-        self.dtype = getattr(torch, str(config.runtime.train_dtype))
         self.device = head.weight_HE.device
+        self.dtype = dtype_of(config.runtime.train_dtype, self.device)
         self.optimizers = Optimizers(model, config.optim)
         self.progress = Progress()
         settings = config.optim
@@ -155,9 +156,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
         rows = [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
-        count = self._sum_over_processes(
-            torch.tensor([float(sum(len(row.generated) for row in rows))])
-        )
+        count = self._sum_over_processes(torch.tensor([float(sum(row.num_laws for row in rows))]))
         scale = 1.0 / max(float(count), 1.0)
         rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
         # no dropout: its random state would be one more thing to resume, and the target had none

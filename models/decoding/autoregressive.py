@@ -2,7 +2,8 @@
 batching.
 """
 
-# B rows, V vocabulary, K recorded ids, D hidden dimension, N generated tokens of one answer
+# B rows, V vocabulary, K recorded ids, D hidden dimension, N generated tokens and M laws of
+# one answer, U places with logits
 
 from __future__ import annotations
 
@@ -30,21 +31,22 @@ class Request:
     temperature: float
     uniforms: Tensor
     keep_hidden: bool = False
+    record_prompt: bool = False  # also the laws of its own tokens, but for a beginning all share
 
 
 @dataclass
 class Answer:
-    """Generated ids with the target's distribution at each: un-renormalised top-k log-probabilities
-    at temperature 1.
+    """Generated ids and the target's laws of the last M tokens of prompt and answer, all generated
+    ones among them: un-renormalised top-k log-probabilities at temperature 1.
     """
 
     index: int
     prompt: list[int]
     temperature: float
     tokens: list[int]
-    log_probabilities_NK: Tensor
-    ids_NK: Tensor
-    hidden_ND: Tensor | None  # what the head read, where asked for
+    log_probabilities_MK: Tensor
+    ids_MK: Tensor
+    hidden_ND: Tensor | None  # what the head read before generated ones, where asked for
 
 
 @dataclass
@@ -116,12 +118,26 @@ class Generator:
             return []
         rows = [_Row(request, request.uniforms.tolist()) for request in requests]
         logits_BUV, own_B = self.engine.prefill_together(
-            [request.prompt for request in requests], free[: len(requests)]
+            [request.prompt for request in requests],
+            free[: len(requests)],
+            ends_only=not any(request.record_prompt for request in requests),
         )
+        for place, row in enumerate(rows):
+            if row.request.record_prompt:
+                self._record_prompt(row, logits_BUV[place], int(own_B[place]))
         at = torch.arange(len(rows), device=own_B.device)
         self._hidden = self._hidden[at, own_B]
         self._advance(list(rows), logits_BUV[at, own_B])
         return rows
+
+    def _record_prompt(self, row: _Row, logits_UV: Tensor, end: int) -> None:
+        """Laws of a prompt's own tokens, which the call that read it computed anyway."""
+        logits = logits_UV[:end].float()
+        top_UK = logits.topk(self.top_k, -1)
+        check_finite(top_UK.values, "target")
+        log_z_U1 = logits.logsumexp(-1, keepdim=True)
+        row.log_probabilities.extend((top_UK.values - log_z_U1).half().cpu())
+        row.ids.extend(top_UK.indices.int().cpu())
 
     def _step(self, rows: list[_Row | None]) -> None:
         """One more token for every row."""
@@ -192,7 +208,7 @@ def _answer(row: _Row) -> Answer:
         prompt=row.request.prompt,
         temperature=row.request.temperature,
         tokens=row.tokens,
-        log_probabilities_NK=torch.stack(row.log_probabilities),
-        ids_NK=torch.stack(row.ids),
+        log_probabilities_MK=torch.stack(row.log_probabilities),
+        ids_MK=torch.stack(row.ids),
         hidden_ND=torch.stack(row.hidden) if row.hidden else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,15 @@ VARYING = {0: (), 1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 2, 3)}
 _numbers = count()
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler that builds CPU code here, None without one."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((name for name in names if name and shutil.which(name)), None)
+
+
 def has_compiler() -> bool:
     """Whether torch.compile can build CPU code here."""
-    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return find_compiler() is not None
 
 
 class Compiled:

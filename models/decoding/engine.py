@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from conf.schema import UserError
 from models.decoding.cache import RaggedCache
 from models.decoding.compiled import Compiled, has_compiler
+from models.decoding.kernels import can_attend, has_kernels
 
 ATTENTION = "draftsmith_ragged"
 # up to this many query positions a grouped product beats torch's fused attention on a CPU
@@ -49,8 +50,8 @@ def attend(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of few queries over many keys without repeating the key-value heads; torch's own
-    otherwise.
+    """Attention of few queries over many keys on a CPU without repeating the key-value heads, by
+    our kernel where that takes them; torch's own otherwise.
 
     q has K*G heads and k, v have K: the G query heads that share a key-value head become further
     query rows. Raises UnsupportedModel for models whose attention has further terms.
@@ -69,9 +70,12 @@ def attend(
         or torch.is_grad_enabled()
     ):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **rest)
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    if can_attend(q, mask):
+        return torch.ops.draftsmith.attention(q, k, v, mask, scaling), None
     num_groups = num_heads // k.shape[1]
     q = q.reshape(num_rows, k.shape[1], num_groups * num_queries, head_dim)
-    scores = (q @ k.transpose(-1, -2)).float() * (head_dim**-0.5 if scaling is None else scaling)
+    scores = (q @ k.transpose(-1, -2)).float() * scaling
     mask_BKQS = mask if num_queries == 1 else mask.repeat(1, 1, num_groups, 1)
     weights = scores.masked_fill(~mask_BKQS, torch.finfo(torch.float32).min).softmax(-1).to(v.dtype)
     out = (weights @ v).reshape(num_rows, num_heads, num_queries, head_dim)
@@ -129,6 +133,8 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):
         _prepare(model)
+        if model.device.type == "cpu":
+            has_kernels()  # before the first step, which may be compiled
         self.model = model.eval()
         self.device = model.device
         # code compiled for its tensors is for tensors of this mode, in which all calls run
@@ -215,10 +221,11 @@ class Engine:
         return logits[0, -1]
 
     def prefill_together(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], *, ends_only: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Start rows afresh in one call, padded to the longest prompt: logits BUV at the U distinct
-        places where a prompt ends, and which of these is each row's own, shape B.
+        places where a prompt ends, or at all places it was read at, and where in U each row's own
+        end is, shape B.
 
         Padding lands behind the end of a row, where nothing looks until it is overwritten. The
         shared beginning is not read again by prompts that all have it.
@@ -233,14 +240,17 @@ class Engine:
         padded = [[*prompt[num_shared:], *[0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
         ends = [len(prompt) - 1 - num_shared for prompt in prompts]
-        ends_U, own_B = torch.tensor(ends, device=self.device).unique(return_inverse=True)
+        own_B = torch.tensor(ends, device=self.device)
+        only_U = None
+        if ends_only:
+            only_U, own_B = own_B.unique(return_inverse=True)
         logits_BUV = self.forward(
             tokens_BT,
             torch.arange(num_shared, longest, device=self.device).expand_as(tokens_BT),
             longest=longest,
             rows_B=torch.tensor(rows, device=self.device),
             fresh=True,
-            only_T=ends_U,
+            only_T=only_U,
             num_shared=num_shared,
         )
         return logits_BUV, own_B

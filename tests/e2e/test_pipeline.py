@@ -195,6 +195,11 @@ def test_artefacts_hold_what_their_manifests_count(finished: Finished) -> None:
     assert sorted(row.index for row in answers) == list(range(36 + 8))
     total = sum(split.num_tokens for split in manifest.splits.values())
     assert total == sum(len(row.generated) for row in answers)
+    for name, split in manifest.splits.items():
+        laws = sum(row.num_laws for row in read_split(lessons, split))
+        assert split.num_laws == laws
+        # of training prompts, too
+        assert (laws > split.num_tokens) is (name == "train")
     draft = Draft.read(finished.folder / "draft")
     weights = finished.folder / "draft" / "model" / "model.safetensors"
     assert draft.num_bytes == weights.stat().st_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ HALF = {"rtol": 1e-3, "atol": 2e-4}  # recorded in half precision, computed in f
 
 
 def requests(num: int, max_new_tokens: int = MAX_NEW_TOKENS) -> list[Request]:
-    """Prompts of 1 to 19 tokens at different temperatures; every second keeps hidden states."""
+    """Prompts of 1 to 19 tokens at different temperatures; every second keeps hidden states, every
+    third is recorded itself.
+    """
     choose = random.Random(num)
     rng = torch.Generator().manual_seed(num)
     return [
@@ -36,6 +39,7 @@ def requests(num: int, max_new_tokens: int = MAX_NEW_TOKENS) -> list[Request]:
             temperature=[0.0, 0.6, 1.0, 1.7][index % 4],
             uniforms=torch.rand(max_new_tokens, generator=rng),
             keep_hidden=index % 2 == 0,
+            record_prompt=index % 3 == 0,
         )
         for index in range(num)
     ]
@@ -67,8 +71,8 @@ def test_an_answer_does_not_depend_on_its_batch(family: str) -> None:
         for one, other in zip(alone, answers(tiny_family(family), asked, num_rows), strict=True):
             assert other.tokens == one.tokens
             assert (other.prompt, other.temperature) == (one.prompt, one.temperature)
-            torch.testing.assert_close(other.log_probabilities_NK, one.log_probabilities_NK, **HALF)
-            assert torch.equal(other.ids_NK, one.ids_NK)
+            torch.testing.assert_close(other.log_probabilities_MK, one.log_probabilities_MK, **HALF)
+            assert torch.equal(other.ids_MK, one.ids_MK)
             assert (other.hidden_ND is None) is (one.hidden_ND is None)
             if one.hidden_ND is not None:
                 torch.testing.assert_close(other.hidden_ND, one.hidden_ND, atol=1e-4, rtol=1e-4)
@@ -85,24 +89,23 @@ def found(model: PreTrainedModel) -> list[Answer]:
 
 
 def uncached(model: PreTrainedModel, answer: Answer) -> Tensor:
-    """Logits from which each of its tokens was drawn, in one pass over prompt and answer: NV."""
+    """Logits before each token of prompt and answer but the first, in one pass."""
     ids = torch.tensor([answer.prompt + answer.tokens[:-1]])
     with torch.inference_mode():
-        return model(ids, use_cache=False).logits[0, len(answer.prompt) - 1 :]
+        return model(ids, use_cache=False).logits[0]
 
 
 def test_recorded_distributions_are_the_models_at_temperature_one(
     model: PreTrainedModel, found: list[Answer]
 ) -> None:
-    for answer in found:
-        log_p_NV = uncached(model, answer).log_softmax(-1)
-        assert (
-            answer.log_probabilities_NK.shape == answer.ids_NK.shape == (len(answer.tokens), TOP_K)
-        )
-        top_NK = log_p_NV.topk(TOP_K, -1)
-        assert torch.equal(answer.ids_NK.long(), top_NK.indices)
-        torch.testing.assert_close(answer.log_probabilities_NK.float(), top_NK.values, **HALF)
-        assert (answer.log_probabilities_NK.float().exp().sum(-1) <= 1 + 1e-3).all()
+    for answer, request in zip(found, requests(9), strict=True):
+        num_laws = len(answer.tokens) + (len(answer.prompt) - 1) * request.record_prompt
+        log_p_MV = uncached(model, answer)[-num_laws:].log_softmax(-1)
+        assert answer.log_probabilities_MK.shape == answer.ids_MK.shape == (num_laws, TOP_K)
+        top_MK = log_p_MV.topk(TOP_K, -1)
+        assert torch.equal(answer.ids_MK.long(), top_MK.indices)
+        torch.testing.assert_close(answer.log_probabilities_MK.float(), top_MK.values, **HALF)
+        assert (answer.log_probabilities_MK.float().exp().sum(-1) <= 1 + 1e-3).all()
 
 
 def test_tokens_are_the_draws_of_their_uniforms(
@@ -110,7 +113,8 @@ def test_tokens_are_the_draws_of_their_uniforms(
 ) -> None:
     """The law at the request's temperature, cumulated in falling order, inverted at the uniform."""
     for answer, request in zip(found, requests(9), strict=True):
-        law_NV = law(uncached(model, answer), Sampling(request.temperature)).double()
+        logits_NV = uncached(model, answer)[-len(answer.tokens) :]
+        law_NV = law(logits_NV, Sampling(request.temperature)).double()
         for token, law_V, uniform in zip(answer.tokens, law_NV, request.uniforms, strict=False):
             assert law_V[token] > 0
             ordered = law_V.sort(descending=True, stable=True)
@@ -143,7 +147,8 @@ def test_hidden_states_are_what_the_head_read(model: PreTrainedModel, found: lis
             continue
         with torch.inference_mode():
             logits_NV = head(answer.hidden_ND)
-        torch.testing.assert_close(logits_NV, uncached(model, answer), atol=1e-3, rtol=1e-4)
+        want_NV = uncached(model, answer)[-len(answer.tokens) :]
+        torch.testing.assert_close(logits_NV, want_NV, atol=1e-3, rtol=1e-4)
 
 
 def test_an_answer_ends_with_its_stop_id_or_at_the_limit(found: list[Answer]) -> None:
@@ -153,13 +158,30 @@ def test_an_answer_ends_with_its_stop_id_or_at_the_limit(found: list[Answer]) ->
     for answer in found:
         assert len(answer.tokens) == MAX_NEW_TOKENS or answer in ended
         assert not STOP_IDS.intersection(answer.tokens[:-1])
-        assert len(answer.log_probabilities_NK) == len(answer.tokens)
 
 
 def test_an_answer_may_be_its_first_token_alone(model: PreTrainedModel) -> None:
     for limit, stops in ((1, frozenset[int]()), (MAX_NEW_TOKENS, frozenset(range(VOCAB_SIZE)))):
-        for answer in answers(model, requests(7, limit), 3, stop_ids=stops, max_new_tokens=limit):
-            assert len(answer.tokens) == len(answer.ids_NK) == 1
+        asked = [replace(request, record_prompt=False) for request in requests(7, limit)]
+        for answer in answers(model, asked, 3, stop_ids=stops, max_new_tokens=limit):
+            assert len(answer.tokens) == len(answer.ids_MK) == 1
+
+
+def test_of_a_shared_beginning_no_law_is_recorded(model: PreTrainedModel) -> None:
+    asked = [
+        Request(i, [7, 8, 9, *range(20, 22 + i)], 0.0, torch.rand(4), record_prompt=True)
+        for i in range(3)
+    ]
+    engine = Engine(model, num_rows=2, capacity=40, compiled=False)
+    engine.share([request.prompt for request in asked])
+    num_shared = 4  # of the shortest, every prompt keeps a token of its own
+    generator = Generator(engine, stop_ids=frozenset(), max_new_tokens=4, top_k=TOP_K)
+    for answer in generator.answer(asked):
+        num_laws = len(answer.prompt) - num_shared - 1 + 4
+        assert len(answer.ids_MK) == num_laws
+        want_MK = uncached(model, answer)[-num_laws:].topk(TOP_K, -1).indices
+        assert torch.equal(answer.ids_MK.long(), want_MK)
+    generator.close()
 
 
 def test_nothing_asked_nothing_answered(model: PreTrainedModel) -> None:

@@ -23,24 +23,29 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 
 @given(shapes)
-def test_a_supervised_position_holds_the_token_before_the_generated_one(
+def test_a_supervised_position_holds_the_token_before_the_one_of_its_law(
     shape: list[tuple[int, int]],
 ) -> None:
-    rows = [made_up_row(index, *lengths) for index, lengths in enumerate(shape)]
+    """Every second prompt is recorded, too."""
+    rows = [
+        made_up_row(index, *lengths, record_prompt=index % 2 == 1)
+        for index, lengths in enumerate(shape)
+    ]
     batch = collate(rows)
     assert len(batch.tokens_T) == sum(map(num_positions, rows))
-    assert batch.num_supervised == len(batch.top_ids_NK) == sum(len(row.generated) for row in rows)
+    assert batch.num_supervised == len(batch.top_ids_NK) == sum(row.num_laws for row in rows)
     found = 0
     for number, row in enumerate(rows):
         whole = [*row.prompt.tolist(), *row.generated.tolist()]
         mine = (batch.segments_T == number).nonzero().squeeze(-1)
         assert batch.tokens_T[mine].tolist() == whole[:-1]
         assert batch.positions_T[mine].tolist() == list(range(len(whole) - 1))
-        for place in range(len(row.generated)):
+        for place in range(row.num_laws):
             position = int(batch.supervised_N[found])
             before = int(batch.positions_T[position])
             assert int(batch.segments_T[position]) == number
-            assert whole[before + 1] == int(batch.next_N[found]) == int(row.generated[place])
+            assert before + 1 == len(whole) - row.num_laws + place
+            assert whole[before + 1] == int(batch.next_N[found])
             assert torch.equal(batch.top_ids_NK[found], row.top_ids[place])
             assert torch.equal(batch.top_log_p_NK[found], row.top_log_p[place])
             found += 1

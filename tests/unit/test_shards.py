@@ -21,7 +21,9 @@ NAME = "train-000-00007.safetensors"
 def rows(vocab_size: int, hidden_size: int = 0) -> list[Row]:
     shape = [(3, 5), (1, 1), (9, 2)]
     return [
-        made_up_row(10 * i, p, g, vocab_size=vocab_size, hidden_size=hidden_size)
+        made_up_row(
+            10 * i, p, g, vocab_size=vocab_size, hidden_size=hidden_size, record_prompt=i == 2
+        )
         for i, (p, g) in enumerate(shape)
     ]
 
@@ -58,7 +60,7 @@ def test_rows_come_back_as_they_were_written(
 def test_ids_take_two_bytes_where_they_fit(tmp_path: Path) -> None:
     small = write_shard(tmp_path / "small", rows(2**16), 2**16)
     large = write_shard(tmp_path / "large", rows(2**16), 2**16 + 1)
-    assert large.num_bytes - small.num_bytes == pytest.approx(2 * 8 * 5, abs=8)
+    assert large.num_bytes - small.num_bytes == pytest.approx(2 * 16 * 5, abs=8)
 
 
 def test_a_split_is_read_in_the_order_of_its_manifest(tmp_path: Path) -> None:
@@ -75,6 +77,7 @@ def split_of(shards: list[Shard]) -> SplitLessons:
         num_rows=3,
         num_tokens=8,
         num_prompt_tokens=13,
+        num_laws=9,
         num_truncated=0,
         num_empty=0,
         num_looping=0,
