@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from conf.run import write_atomically
 from eval.table import pooled, reproduce_command
 
 log = logging.getLogger(__name__)
+
+LOG_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,9 @@ def bench(
             rows.append(Row(name=name, value=None, unit="", command="make bench", error=error))
     content = json.dumps([row.as_json() for row in rows], indent=1, ensure_ascii=False) + "\n"
     write_atomically(outputs / "bench" / "bench.json", content)
-    (console or Console()).print(bench_table(rows))
+    # a log has no width that a table would have to fit
+    width = None if sys.stdout.isatty() else LOG_WIDTH
+    (console or Console(width=width)).print(bench_table(rows))
     return rows
 
 

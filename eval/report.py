@@ -260,11 +260,11 @@ def training_curve(report: Report) -> Figure | None:
     axes.set_ylim(0, min(1.0, 1.25 * highest))
     axes.xaxis.set_major_locator(MaxNLocator(6, min_n_ticks=1))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("target tokens the draft has been trained on")
+    axes.set_xlabel("recorded distributions the draft has been trained on")
     axes.set_ylabel("expected acceptance at temperature 1")
     axes.set_title("What training brought")
     handles = [
-        _handle("during training", marker="o", ls="-", color=COLOURS[0]),
+        _handle("during training, at least", marker="o", ls="-", color=COLOURS[0]),
         _handle(f"before training: {measured.before.value:.3f}", ls=":", color=COLOURS[1]),
         _handle(f"exported draft: {measured.after.value:.3f}", ls="--", color=COLOURS[2]),
     ]
