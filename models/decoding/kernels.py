@@ -31,7 +31,8 @@ HEAD_MULTIPLE = 32
 
 
 class FewRowsLinear(nn.Linear):
-    """nn.Linear whose calls of up to 16 rows read each weight once.
+    """nn.Linear whose calls of few rows, up to 16 or, of float32, 32, read each weight once per 8
+    of them.
 
     Sums are float32, and a row's do not depend on the other rows of the call. The weight may be
     bfloat16 where inputs and results are float32. For inference only.

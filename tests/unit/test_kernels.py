@@ -32,7 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> 
     return y
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33])
 @pytest.mark.parametrize("shape", [(64, 8), (192, 33), (576, 131), (40, 7)])  # 40 is for torch
 @pytest.mark.parametrize("kind", [*FLOATS, torch.int8])
 @pytest.mark.parametrize("dtype", FLOATS)

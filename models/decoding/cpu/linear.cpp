@@ -17,8 +17,9 @@
 namespace draftsmith {
 namespace {
 
-constexpr int64_t kRows = 8;       // summed while a weight passes by
-constexpr int64_t kMostRows = 16;  // beyond, torch's own product is faster
+constexpr int64_t kRows = 8;  // summed while a weight passes by
+// beyond, torch's own product is faster: of floats, and of bfloat16, for which processors have instructions
+constexpr int64_t kMostFloatRows = 32, kMostRows = 16;
 
 struct Task {
   const float* x;      // rows x in, reordered
@@ -81,7 +82,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const int64_t parts = kind == at::kFloat ? 1 : kind == at::kBFloat16 ? 2 : 4;
   const bool fits =
       in % (kLanes * parts) == 0 && weight.is_contiguous() && (type == at::kFloat || type == at::kBFloat16);
-  if (!fits || num_rows > kMostRows) {
+  if (!fits || num_rows > (type == at::kFloat ? kMostFloatRows : kMostRows)) {
     at::Tensor plain = weight.to(type);
     if (scale) plain.mul_(scale->unsqueeze(1));
     return at::linear(x, plain, bias);
