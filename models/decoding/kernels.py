@@ -26,8 +26,9 @@ from models.load import cache_folder
 
 SOURCES = Path(__file__).with_name("cpu")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
-# dimensions of a head that the attention kernel takes are multiples of this
-HEAD_MULTIPLE = 32
+# the kernels read whole vectors: what they take is a multiple of these
+HEAD_MULTIPLE = INPUT_MULTIPLE = 32
+INT8_MULTIPLE = 64
 
 
 class FewRowsLinear(nn.Linear):
@@ -55,15 +56,17 @@ def use_kernel(model: nn.Module) -> int:
         module
         for module in model.modules()
         if type(module) is nn.Linear
+        and module.in_features % INPUT_MULTIPLE == 0
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.float32, torch.bfloat16)
     ]
     if not found or not has_kernels():
         return 0
     for module in found:
-        narrow = module.weight.bfloat16()
-        if torch.equal(narrow.float(), module.weight.float()):
-            module.weight = nn.Parameter(narrow, requires_grad=False)
+        if module.weight.dtype is torch.float32:
+            narrow = module.weight.bfloat16()
+            if torch.equal(narrow.float(), module.weight):
+                module.weight = nn.Parameter(narrow, requires_grad=False)
         module.__class__ = FewRowsLinear
     return len(found)
 

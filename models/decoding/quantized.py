@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.decoding.kernels import has_kernels
+from models.decoding.kernels import INT8_MULTIPLE, has_kernels
 
 
 class Int8Linear(nn.Module):
@@ -41,14 +41,15 @@ class Int8Linear(nn.Module):
 
 def quantize(model: nn.Module) -> int:
     """Replace a model's linear layers in place, on a CPU that has the kernels; returns the bytes
-    that saved. Embeddings stay as they are: a step looks up one row of them.
+    that saved. Embeddings stay as they are: a step looks up one row of them. So do layers whose
+    inputs are no multiple of 64, which the kernel would have to widen at every call.
     """
     saved = 0
     if not has_kernels():
         return saved
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child.in_features % INT8_MULTIPLE == 0:
                 setattr(module, name, Int8Linear(child))
                 saved += child.weight.numel() * (child.weight.dtype.itemsize - 1)
     return saved

@@ -106,6 +106,13 @@ def test_attention_is_softmax_over_what_each_row_may_see(
                 assert torch.equal(alone[0, 0], found[row, t])
 
 
+def test_attention_reads_tensors_in_any_layout() -> None:
+    q, k, v = torch.randn(1, 4, 3, 32), *torch.randn(2, 1, 2, 20, 32)
+    mask = torch.rand(1, 1, 3, 20) > 0.3
+    scattered = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, mask)]
+    assert torch.equal(attention(*scattered, 0.2), attention(q, k, v, mask, 0.2))
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_attention_hands_on_what_is_no_number(where: str) -> None:
     given = {name: torch.randn(1, 2, 1 if name == "q" else 20, 32) for name in "qkv"}

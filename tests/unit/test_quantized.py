@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.decoding.kernels import has_kernels
+from models.decoding.kernels import has_kernels, use_kernel
 from models.decoding.quantized import Int8Linear, quantize
 from models.packed import attend_packed
 from tests.tiny import tiny_model
@@ -56,6 +56,13 @@ def test_quantized_model_keeps_its_law_nearly(dtype: torch.dtype) -> None:
         p = model(ids).logits.float().softmax(-1)
         q = small(ids).logits.float().softmax(-1)
     assert float(torch.minimum(p, q).sum(-1).mean()) > 0.9
+
+
+def test_widths_the_kernel_would_have_to_widen_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(40, 4), nn.Linear(96, 4))
+    assert quantize(model) == 0
+    assert use_kernel(model) == 1  # 96, not 40
+    assert type(model[0]) is nn.Linear
 
 
 def test_packed_attention_is_attention_inside_each_answer() -> None:

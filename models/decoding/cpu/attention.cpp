@@ -166,11 +166,14 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
   }
 }
 
+// Lines that are read as vectors lie together.
+at::Tensor dense(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask,
                      double scaling) {
   at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
-  if (q.scalar_type() == at::kFloat) run<Float, float>(q, k, v, mask, scaling, out);
-  else run<BFloat16, uint16_t>(q, k, v, mask, scaling, out);
+  if (q.scalar_type() == at::kFloat) run<Float, float>(dense(q), dense(k), dense(v), dense(mask), scaling, out);
+  else run<BFloat16, uint16_t>(dense(q), dense(k), dense(v), dense(mask), scaling, out);
   return out;
 }
 
