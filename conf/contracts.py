@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from conf.schema import Stage, UserError
+from conf.choices import Stage
+from conf.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # raised when a manifest or a data file changes so that older ones cannot be read

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.contracts import MANIFEST, Manifest, Provenance
-from conf.schema import Config, ConfigError, as_tree
+from conf.errors import ConfigError
+from conf.schema import Config, as_tree
 
 RECORDED_PACKAGES = (
     "torch",

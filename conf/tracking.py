@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from conf.choices import TrackerKind
 from conf.console import Bar, Screen, Value
 from conf.contracts import MANIFEST
 from conf.events import EventFile, as_json
 from conf.run import Run, process_rank, write_atomically
-from conf.schema import Config, TrackerKind, as_tree
+from conf.schema import Config, as_tree
 
 if TYPE_CHECKING:
     import wandb

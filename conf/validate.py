@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 from pathlib import Path
 
-from conf.schema import Config, DraftInit, SourceConfig, SourceKind, Stage, require
+from conf.choices import DraftInit, SourceKind, Stage
+from conf.errors import require
+from conf.groups import SourceConfig
+from conf.schema import Config
 
 
 def validate(config: Config) -> None:

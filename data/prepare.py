@@ -12,8 +12,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from conf.contracts import Corpus, Prompt
+from conf.errors import require
+from conf.groups import DataConfig
 from conf.run import Resume, Run, determined, fingerprint, provenance
-from conf.schema import Config, DataConfig, as_tree, require
+from conf.schema import Config, as_tree
 from data.dedup import NearDuplicates, SuiteOverlap
 from data.mixture import apportion, split
 from data.prompts import Candidate, Source, read_prompts, write_prompts

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.contracts import ContractError, Prompt
+from conf.errors import ConfigError
+from conf.groups import SourceConfig
 from conf.run import write_atomically
-from conf.schema import ConfigError, SourceConfig
 from data.sources import Numbered, Record, held_out, missing_column, read_records
 from data.text import normalise, shorten
 

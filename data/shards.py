@@ -30,8 +30,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from conf.contracts import Shard, SplitLessons
+from conf.errors import UserError
 from conf.run import write_atomically
-from conf.schema import UserError
 
 
 class ShardError(UserError, ValueError):

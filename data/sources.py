@@ -20,7 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from conf.schema import ConfigError, SourceConfig, SourceKind, require
+from conf.choices import SourceKind
+from conf.errors import ConfigError, require
+from conf.groups import SourceConfig
 from conf.validate import require_package
 from data import stdlib
 

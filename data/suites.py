@@ -6,7 +6,8 @@ from collections import defaultdict
 from itertools import chain, islice, zip_longest
 
 from conf.contracts import Prompt
-from conf.schema import EvalConfig, require
+from conf.errors import require
+from conf.groups import EvalConfig
 from data.prompts import Candidate, Source
 from data.sources import count_known
 

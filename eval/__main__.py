@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conf.console import quiet_libraries
 from conf.contracts import MANIFEST
-from conf.schema import UserError
+from conf.errors import UserError
 
 EXAMPLES = """\
 examples:

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from conf.choices import Verification
 from conf.contracts import Lessons, Report
-from conf.schema import Config, EvalConfig, RuntimeConfig, Verification
+from conf.groups import EvalConfig, RuntimeConfig
+from conf.schema import Config
 from data.shards import read_split
 from eval.bench import Row
 from eval.chat import target_of

@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from conf.choices import Dtype
 from conf.contracts import MANIFEST, Lessons, Report
-from conf.schema import Config, Dtype, RuntimeConfig, TargetConfig
+from conf.groups import RuntimeConfig, TargetConfig
+from conf.schema import Config
 from conf.validate import require_package
 from data.chat import render_prompt
 from eval.pair import ModelPair, Pieces

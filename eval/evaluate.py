@@ -26,6 +26,7 @@ from conf.contracts import (
     Report,
     Result,
 )
+from conf.errors import require
 from conf.run import (
     Resume,
     Run,
@@ -35,7 +36,7 @@ from conf.run import (
     process_rank,
     provenance,
 )
-from conf.schema import Config, require
+from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split

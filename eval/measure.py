@@ -9,7 +9,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from conf.contracts import Cost, Rates, Result
-from conf.schema import Config, EvalConfig
+from conf.groups import EvalConfig
+from conf.schema import Config
 from conf.tracking import Tracker
 from eval.acceptance import Text, mean_overlap, overlaps
 from eval.pair import ModelPair, Pieces

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from transformers import AutoTokenizer
 
-from conf.schema import Config, ConfigError, DraftInit
+from conf.choices import DraftInit
+from conf.errors import ConfigError
+from conf.schema import Config
 from conf.validate import validate_draft_layers
 from models.load import device_of, open_target, why_not_loaded
 from models.vocab import require_same_tokenizer

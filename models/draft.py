@@ -24,7 +24,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conf.schema import ConfigError, DraftConfig, LayerRule
+from conf.choices import LayerRule
+from conf.errors import ConfigError
+from conf.groups import DraftConfig
 from data.batches import Batch
 from data.shards import Row
 from models.decoding.engine import decoder_layers

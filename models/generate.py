@@ -17,8 +17,9 @@ import torch
 from accelerate import PartialState
 
 from conf.contracts import Corpus, Lessons, Prompt, Shard, SplitLessons
+from conf.errors import require
 from conf.run import Resume, Run, determined, process_rank, provenance
-from conf.schema import Config, require
+from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import render_prompt, show_supervision
 from data.prepare import read_prompts

@@ -27,15 +27,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conf.schema import (
-    Config,
-    ConfigError,
-    Device,
-    Dtype,
-    RuntimeConfig,
-    TargetConfig,
-    require,
-)
+from conf.choices import Device, Dtype
+from conf.errors import ConfigError, require
+from conf.groups import RuntimeConfig, TargetConfig
+from conf.schema import Config
 
 # written last: a cache folder without it is a conversion that was interrupted
 CONVERTED = "converted-from.json"

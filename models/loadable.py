@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
 
 REQUIRED = ("config.json", "tokenizer_config.json", "generation_config.json")
 AGAIN = "Run stage=distill again."

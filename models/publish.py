@@ -24,8 +24,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from conf.contracts import MANIFEST, Corpus, Draft, Lessons, Manifest, Report
+from conf.errors import ConfigError, require
+from conf.groups import HubConfig
 from conf.run import Run, process_rank, write_atomically
-from conf.schema import Config, ConfigError, HubConfig, require
+from conf.schema import Config
 from models.card import Publication, model_card
 from models.loadable import verify_loadable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
 
 PROBES = ("Hello world", " 12,345.67\n\n\tif x != y:", "naïve café — 東京", "<|im_start|>")
 

@@ -22,9 +22,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.choices import Stage
 from conf.console import Screen, quiet_libraries
+from conf.errors import UserError
 from conf.run import Run, process_rank
-from conf.schema import CONFIG_FOLDER, Config, Stage, UserError, register, setting_names, typed
+from conf.schema import CONFIG_FOLDER, Config, register, setting_names, typed
 from conf.tracking import Tracker, open_tracker
 from conf.validate import validate
 
@@ -44,7 +46,7 @@ REFUSED_BY_THE_DISK = {
     *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
 }
 
-SHOW_SETTINGS = "`python -m train --cfg job` shows every setting, conf/schema.py its type and unit."
+SHOW_SETTINGS = "`python -m train --cfg job` shows every setting, conf/groups.py its type and unit."
 
 failures: list[str] = []  # sentences for the end of the command, one per failed job of a multirun
 

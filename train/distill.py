@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from conf.choices import DraftInit, Dtype
 from conf.contracts import Acceptance, BeforeAfter, Draft, Lessons
+from conf.errors import ConfigError
 from conf.run import (
     Resume,
     Run,
@@ -25,7 +27,7 @@ from conf.run import (
     provenance,
     write_atomically,
 )
-from conf.schema import Config, ConfigError, DraftInit, Dtype, as_tree
+from conf.schema import Config, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
 from data.batches import Batch, collate

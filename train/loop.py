@@ -18,7 +18,8 @@ from accelerate import PartialState
 from torch import Tensor
 
 from conf.contracts import Acceptance
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from conf.tracking import Tracker
 from data.batches import Batch, collate, num_positions, plan_batches
 from data.shards import Row

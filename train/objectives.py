@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from conf.schema import Divergence, ObjectiveConfig
+from conf.choices import Divergence
+from conf.groups import ObjectiveConfig
 
 SMALLEST = 1e-7  # probability below which the rest of the vocabulary counts as this
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.schema import OptimConfig, Optimizer
+from conf.choices import Optimizer
+from conf.groups import OptimConfig
 
 
 class Optimizers:

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from conf.schema import UserError
+from conf.errors import UserError
 from models.decoding.cache import RaggedCache
 from models.decoding.compiled import Compiled, has_compiler
 from models.decoding.kernels import can_attend, has_kernels

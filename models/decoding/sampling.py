@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import UserError
+from conf.errors import UserError
 
 
 class NonFiniteLogits(UserError, FloatingPointError):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from conf.schema import Verification
+from conf.choices import Verification
 from models.decoding.drafters import Proposal
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling, law, likeliest, penalise

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.contracts import ContractError
+from conf.errors import ConfigError
+from conf.groups import HubConfig, TargetConfig
 from conf.run import Run
-from conf.schema import Config, ConfigError, HubConfig, TargetConfig
+from conf.schema import Config
 from models.loadable import UnfitDraft
 from models.publish import PublishError, base_model, publish
 from tests.tiny import tiny_draft, tiny_model, tiny_report, tiny_tokenizer, write_tiny_run

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 
+from conf.groups import HubConfig
 from conf.run import Run
-from conf.schema import HubConfig
 from models.publish import PublishError, push
 from tests.stand_in_hub import StandInHub, stand_in_hub
 from tests.tiny import write_tiny_run
@@ -73,7 +73,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from conf.run import Run
-from conf.schema import Config, HubConfig, TargetConfig
+from conf.groups import HubConfig, TargetConfig
+from conf.schema import Config
 from models.publish import publish
 from tests.e2e.test_publish import Recorder
 

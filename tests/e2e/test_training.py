@@ -22,23 +22,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from conf.choices import Device, Dtype, Optimizer
 from conf.console import Bar, Screen, Value
 from conf.contracts import Draft
+from conf.errors import ConfigError
+from conf.groups import DraftConfig, OptimConfig, RuntimeConfig, TargetConfig
 from conf.run import Run
-from conf.schema import (
-    CONFIG_FOLDER,
-    Config,
-    ConfigError,
-    Device,
-    DraftConfig,
-    Dtype,
-    OptimConfig,
-    Optimizer,
-    RuntimeConfig,
-    TargetConfig,
-    register,
-    typed,
-)
+from conf.schema import CONFIG_FOLDER, Config, register, typed
 from conf.tracking import Tracker
 from data.batches import num_positions, plan_batches
 from data.shards import Row

@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conf.schema import Verification
+from conf.choices import Verification
 from models.decoding import drafters, speculative, verify
 from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from models.decoding.engine import Engine, narrow_head

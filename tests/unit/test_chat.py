@@ -17,7 +17,9 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from conf.schema import Dtype, TargetConfig, as_tree
+from conf.choices import Dtype
+from conf.groups import TargetConfig
+from conf.schema import as_tree
 from data.chat import render_prompt
 from eval import chat as chat_module
 from eval.__main__ import main

@@ -28,7 +28,9 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from conf.schema import ConfigError, DraftConfig, LayerRule
+from conf.choices import LayerRule
+from conf.errors import ConfigError
+from conf.groups import DraftConfig
 from data.batches import Batch, collate
 from models.decoding.engine import decoder_layers
 from models.draft import (

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from conf.contracts import Prompt
-from conf.schema import Config, ConfigError
+from conf.errors import ConfigError
+from conf.schema import Config
 from eval import evaluate
 from tests.tiny import tiny_tokenizer
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conf.schema import Divergence, ObjectiveConfig
+from conf.choices import Divergence
+from conf.groups import ObjectiveConfig
 from data.batches import Batch, collate
 from tests.lessons import made_up_row
 from train.head import Head

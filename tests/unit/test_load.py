@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Config, Dtype, TargetConfig
+from conf.choices import Dtype
+from conf.groups import TargetConfig
+from conf.schema import Config
 from models import load
 from models.load import dtype_of, load_model, multiplies_bfloat16, open_target
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 from torch import Tensor
 
-from conf.schema import Divergence, ObjectiveConfig
+from conf.choices import Divergence
+from conf.groups import ObjectiveConfig
 from train.objectives import (
     SMALLEST,
     divergence,

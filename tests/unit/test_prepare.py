@@ -14,18 +14,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from conf.contracts import Corpus
+from conf.errors import ConfigError
+from conf.groups import DataConfig, EvalConfig, SourceConfig, TargetConfig
 from conf.run import Run
-from conf.schema import (
-    CONFIG_FOLDER,
-    Config,
-    ConfigError,
-    DataConfig,
-    EvalConfig,
-    SourceConfig,
-    TargetConfig,
-    register,
-    typed,
-)
+from conf.schema import CONFIG_FOLDER, Config, register, typed
 from data.prepare import prepare
 from data.prompts import read_prompts
 from data.suites import suite_prompts

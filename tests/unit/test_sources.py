@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from conf.schema import ConfigError, SourceConfig, SourceKind
+from conf.choices import SourceKind
+from conf.errors import ConfigError
+from conf.groups import SourceConfig
 from data.prompts import Source
 from data.sources import count_known, digest, parse, read_records
 

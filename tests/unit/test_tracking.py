@@ -19,9 +19,11 @@ import wandb
 from rich.console import Console
 
 import conf.console
+from conf.choices import TrackerKind
 from conf.console import Screen, Value, text_of
+from conf.groups import TargetConfig, TrackerConfig
 from conf.run import Run
-from conf.schema import Config, TargetConfig, TrackerConfig, TrackerKind
+from conf.schema import Config
 from conf.tracking import Tracker, open_tracker
 from tests.offline_wandb import OfflineRun, read_offline_runs
 
@@ -325,7 +327,9 @@ def test_tracker_none_never_imports_wandb(run: Run) -> None:
 import sys
 from pathlib import Path
 from conf.run import Run
-from conf.schema import Config, TrackerConfig, TrackerKind
+from conf.choices import TrackerKind
+from conf.groups import TrackerConfig
+from conf.schema import Config
 from conf.tracking import open_tracker
 folder = Path({str(run.folder)!r})
 run = Run(folder=folder, store=folder, seed=0, name="toy")

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
 from models.vocab import require_same_tokenizer, usable_ids
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 

@@ -1,0 +1,71 @@
+"""What a setting can be, where it is one of a few."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    prepare = "prepare"
+    generate = "generate"
+    distill = "distill"
+    evaluate = "evaluate"
+    publish = "publish"
+    all = "all"
+
+
+class SourceKind(StrEnum):
+    package = "package"  # a file inside an installed package, found through its metadata
+    file = "file"  # a local JSON lines or text file
+    hub = "hub"  # a dataset on the Hugging Face Hub
+    stdlib = "stdlib"  # Python's own documentation: path=functions or path=manual
+    reasoning = "reasoning"  # generators of the reasoning-gym package
+
+
+class DraftInit(StrEnum):
+    layers = "layers"  # the target's own layers
+    pretrained = "pretrained"  # a small model with the target's tokenizer
+
+
+class LayerRule(StrEnum):
+    first = "first"
+    even = "even"
+    ends = "ends"
+
+
+class Divergence(StrEnum):
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jsd = "jsd"
+    tv = "tv"
+    lk_alpha = "lk_alpha"
+    lk_lambda = "lk_lambda"
+
+
+class Verification(StrEnum):
+    chain = "chain"  # token by token (Leviathan et al.)
+    block = "block"  # the drafted tokens together: the same law, accepting at least as many
+
+
+class Optimizer(StrEnum):
+    adamw = "adamw"
+    muon = "muon"
+
+
+class TrackerKind(StrEnum):
+    wandb = "wandb"
+    none = "none"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """`auto` is bfloat16 where the device multiplies it, else float32."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
