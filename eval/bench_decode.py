@@ -28,7 +28,7 @@ from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
 from eval.speed import ratio_interval
 from models.decoding.autoregressive import Generator, Request
-from models.decoding.drafters import ModelDrafter
+from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, cache_argument, measure_seconds
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
@@ -240,9 +240,9 @@ def _draft_step(bench: Bench) -> Row:
         hot_ids=hot_ids,
     )
     context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
-    ours.start(context)
+    ours.start([context])
     target.prefill(context)
-    uniform = torch.full((1,), 0.5, device=bench.plain.device)
+    uniform = torch.full((1, 1), 0.5, device=bench.plain.device)
     one, where = (torch.tensor([[x]], device=bench.plain.device) for x in (5, CONTEXT))
     key = cache_argument(small)
     with torch.inference_mode():
@@ -258,7 +258,7 @@ def _draft_step(bench: Bench) -> Row:
         cached.crop(-1)  # back to the context
 
     def our_step() -> None:
-        ours.draft(context, 1, GREEDY, uniform)
+        ours.draft([context], [1], GREEDY, uniform)
 
     times = []
     for _ in range(15):

@@ -21,8 +21,8 @@ from conf.validate import require_package
 from data.chat import render_prompt
 from eval.pair import ModelPair, Pieces
 from models.decoding.compiled import has_compiler
+from models.decoding.counts import Counts
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts
 from models.decoding.stops import StopStrings
 
 # told apart without colour too: a correction is underlined and a bonus token bold

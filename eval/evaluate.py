@@ -194,8 +194,9 @@ def warm_up(
     text = by_length[-1].prompt
     for num_tokens in CATCHING_UP:
         if num_tokens < len(text):
-            models.drafter.start(text[:-num_tokens])
-            models.drafter.draft(text, 1, AT_ONE, torch.full((1,), 0.5, device=models.model.device))
+            models.drafter.start([text[:-num_tokens]])
+            uniform = torch.full((1, 1), 0.5, device=models.model.device)
+            models.drafter.draft([text], [1], AT_ONE, uniform)
     return round(time.perf_counter() - start, 1)
 
 

@@ -15,8 +15,9 @@ from conf.tracking import Tracker
 from eval.acceptance import Text, mean_overlap, overlaps
 from eval.pair import ModelPair, Pieces
 from eval.speed import Decoded, Pair, predicted_speedup, speedup, timed
+from models.decoding.counts import Counts
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder
+from models.decoding.speculative import Decoder
 
 ALL = "all"
 AT_ONE = Sampling(temperature=1.0)

@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conf.schema import Config
-from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
+from models.decoding.draft_model import ModelDrafter
+from models.decoding.drafters import CombinedDrafter, LookupDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.kernels import use_kernel
+from models.decoding.length import StopBelow
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
 from models.draft import read_hot_ids
@@ -50,7 +52,7 @@ class ModelPair:
             Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
             vocab_size=target.config.vocab_size,
             hot_ids=hot_ids_H,
-            stop_below=config.eval.stop_below,
+            rule=StopBelow(config.eval.stop_below) if config.eval.stop_below else None,
         )
         engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
         decoder = Decoder(engine, drafter, target.stop_ids)

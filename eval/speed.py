@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from conf.contracts import Cost, Interval
-from models.decoding.drafters import ModelDrafter
+from models.decoding.counts import Counts
+from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds, synchronise
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder, Round
+from models.decoding.speculative import Decoder, Round
 
 CONTEXT = 128  # tokens in the cache while a step is timed
 RESAMPLES = 2000
@@ -145,8 +146,8 @@ def measure_cost(
     widths = range(1, longest + 2)
     context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
     target.prefill(context[:-1])
-    drafter.start(context)
-    uniform = torch.full((1,), 0.5, device=target.device)
+    drafter.start([context])
+    uniform = torch.full((1, 1), 0.5, device=target.device)
     runs: dict[str, Callable[[], object]] = {
         f"v{width}": _target_step(target, width) for width in widths
     }
@@ -180,7 +181,7 @@ def _target_step(target: Engine, width: int) -> Callable[[], object]:
 def _draft_step(
     drafter: ModelDrafter, context: list[int], sampling: Sampling, uniform: torch.Tensor
 ) -> object:
-    drafter.draft(context, 1, sampling, uniform)
+    drafter.draft([context], [1], sampling, uniform)
     return None
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.decoding.engine import Engine
+from models.decoding.engine import PREFILL_TOKENS, Engine
 from models.decoding.sampling import check_finite, draw_mixed
 
-PREFILL_TOKENS = 512  # of prompts that are read in one call
 PATIENCE = 32  # a share of 1 / so many of the rows may be empty while requests wait
 
 

@@ -21,7 +21,7 @@ WINDOW_STEP = 64  # the storage follows the longest row, rounded up to this
 
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, shape BKSD. New entries are written at each row's own
-    positions.
+    places: a token's position, but for candidates of a tree.
 
     A row's past is what the attention mask admits, so taking tokens back needs no copy: later
     writes overwrite them. The storage is exactly as long as attention reads: a batched product over
@@ -56,8 +56,8 @@ class RaggedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store new entries (BKTD) and return what attention may read."""
         where = self.where
-        self.keys[where.rows_B1, :, where.positions_BT] = key_states.transpose(1, 2)
-        self.values[where.rows_B1, :, where.positions_BT] = value_states.transpose(1, 2)
+        self.keys[where.rows_B1, :, where.slots_BT] = key_states.transpose(1, 2)
+        self.values[where.rows_B1, :, where.slots_BT] = value_states.transpose(1, 2)
         if not where.fresh:
             return self.keys, self.values
         if not where.num_shared:  # a prefill from position 0 attends to nothing but itself
@@ -86,6 +86,12 @@ class RaggedLayer(CacheLayerMixin):
             setattr(self, name, new)
         mark_varying([(self.keys, self.values)])
 
+    def resize_rows(self, num_rows: int) -> None:
+        """Have that many rows, without content."""
+        shape = (num_rows, *self.keys.shape[1:])
+        self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+        mark_varying([(self.keys, self.values)])
+
     def keep(self, rows_B: Tensor) -> None:
         """Drop all other rows."""
         self.keys, self.values = self.keys[rows_B], self.values[rows_B]
@@ -107,13 +113,13 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class Where:
-    """Rows and positions of the current call, whether it starts rows afresh, and behind how many
-    shared tokens.
+    """Rows of the current call and places in them, whether it starts rows afresh, and behind how
+    many shared tokens.
     """
 
     def __init__(self, rows_B1: Tensor):
         self.rows_B1 = rows_B1
-        self.positions_BT = torch.zeros_like(rows_B1)
+        self.slots_BT = torch.zeros_like(rows_B1)
         self.fresh = False
         self.num_shared = 0
 
@@ -150,18 +156,18 @@ class RaggedCache(Cache):
     def place(
         self,
         rows_B: Tensor | None,
-        positions_BT: Tensor,
+        slots_BT: Tensor,
         longest: int,
         fresh: bool,
         num_shared: int = 0,
     ) -> None:
-        """Announce the next call: which rows and positions it writes, and how far it reads
+        """Announce the next call: which rows and places of them it writes, and how far it reads
         (`longest` tokens).
         """
         where = self.where
         where.rows_B1 = self.all_rows_B1 if rows_B is None else rows_B.unsqueeze(1)
-        where.positions_BT = positions_BT
-        mark_varying([where.rows_B1, positions_BT])
+        where.slots_BT = slots_BT
+        mark_varying([where.rows_B1, slots_BT])
         where.fresh, where.num_shared = fresh, num_shared
         needed = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
         # `longest` of a prefill is that of one row, so only calls over all rows may shrink the
@@ -173,6 +179,23 @@ class RaggedCache(Cache):
                 layer.resize(needed)
             self.window = needed
 
+    @torch.inference_mode()
+    def move(self, row: int, sources: Sequence[int], start: int) -> None:
+        """Put the entries of a row's places `sources` one after another from `start` on."""
+        from_N = torch.tensor(list(sources), device=self.device)
+        for layer in self.ragged:
+            for held in (layer.keys, layer.values):
+                held[row, :, start : start + len(sources)] = held[row].index_select(1, from_N)
+
+    @torch.inference_mode()
+    def resize_rows(self, num_rows: int) -> None:
+        """Have that many rows, without content."""
+        for layer in self.ragged:
+            layer.resize_rows(num_rows)
+        self.num_rows = num_rows
+        self.all_rows_B1 = torch.arange(num_rows, device=self.device).unsqueeze(1)
+
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows; the kept ones are renumbered in the given order."""
         for layer in self.ragged:

@@ -1,136 +1,87 @@
 """Who drafts. Each drafter gives tokens and the laws they were really drawn from."""
 
-# G drafted positions (gamma), H ids the draft proposes, V vocabulary of the target
+# B rows, N drafted tokens or candidates, V vocabulary of the target
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
-from models.decoding.engine import FEW_QUERIES, Engine
-from models.decoding.sampling import Sampling, draw, law, likeliest, penalise
+from models.decoding.sampling import Sampling
+from models.decoding.tree import Tree
+from models.decoding.verify import NOTHING
 
 
 class Proposal(NamedTuple):
-    """Drafted ids (1G), the laws they were drawn from (1GV; None: one-hot, nothing was drawn), and
-    the draft model's steps behind them.
+    """Drafted ids (BN, NOTHING behind those of a shorter row), the laws they were drawn from
+    (None: one-hot, nothing was drawn), the draft model's steps behind them, and the shape of
+    trees (None: chains).
+
+    Laws are numbered as `models.decoding.verify` reads them: of chains BNV, of trees B N+1 V.
     """
 
-    ids_1G: Tensor
-    laws_1GV: Tensor | None
+    ids_BN: Tensor
+    laws: Tensor | None
     num_steps: int
+    trees: list[Tree] | None = None
+
+    @classmethod
+    def nothing(cls, num_rows: int, device: torch.device) -> Proposal:
+        """No row drafts."""
+        return cls(torch.empty(num_rows, 0, dtype=torch.long, device=device), None, 0)
 
 
-class ModelDrafter:
-    """An independent draft model with a cache of its own.
+class Drafter(Protocol):
+    """Proposes tokens, of which each is verified: none may be drawn and dropped."""
 
-    With `hot_ids` the draft's head has been narrowed to those ids (FR-Spec, 2502.14856): q is zero
-    elsewhere, so the output law stays the target's and the head costs len(hot_ids) / V of its time.
+    def reset(self, num_rows: int) -> None:
+        """Forget all texts; room for so many."""
 
-    A draft ends early once the product of its tokens' probabilities at temperature 1 is below
-    `stop_below`: what comes after a doubtful token is rarely reached. The doubtful token itself is
-    verified like the others, so the output law does not change. 0 always drafts gamma tokens, and
-    then no token waits for its probability to reach the host.
-    """
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        """Begin new texts in these rows."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        vocab_size: int,
-        hot_ids: Tensor | None = None,
-        stop_below: float = 0.0,
-    ):
-        self.engine, self.vocab_size, self.hot_ids = engine, vocab_size, hot_ids
-        self.stop_below = stop_below
-        self._cached = self._num_prompt = 0
-        self._nothing = torch.empty(1, 0, dtype=torch.long, device=engine.device)
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """Read the prompt, but for its last token."""
-        if len(prompt) > 1:
-            self.engine.prefill(list(prompt[:-1]))
-        self._num_prompt = len(prompt)
-        self._cached = len(prompt) - 1
-
-    def settle(self, tokens: Sequence[int]) -> None:
-        """Take back what was drafted and not accepted: the text after a round shows how much that
-        is.
-
-        Must see the text after every round in which the model drafted; `draft` looks by itself.
-        """
-        # a round ends with a token of the target's own, which no draft has cached
-        self._cached = min(self._cached, len(tokens) - 1)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows; the kept ones are renumbered in the given order."""
 
     def draft(
-        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BN: Tensor,
     ) -> Proposal:
-        """At most `gamma` tokens after `tokens`, one uniform each."""
-        device = self.engine.device
-        self.settle(tokens)
-        while len(tokens) - self._cached > FEW_QUERIES:  # more would need code of its own
-            self._read(tokens, self._cached + FEW_QUERIES)
-        feed = torch.tensor([list(tokens[self._cached :])], device=device)
-        ids: list[Tensor] = []
-        laws: list[Tensor] = []
-        length = len(tokens)
-        confidence = 1.0
-        for step in range(gamma):
-            positions = torch.arange(length - feed.shape[1], length, device=device).unsqueeze(0)
-            logits = self.engine.forward(feed, positions, longest=length, last_only=True)
-            # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
-            if self.hot_ids is None:
-                logits = logits[..., : self.vocab_size]
-            if sampling.looks_back:
-                logits = self._penalised(logits, sampling, tokens, ids)
-            if sampling.temperature == 0:
-                index = likeliest(logits, side="draft", first_position=length - 1)
-            else:
-                laws.append(law(logits, sampling, side="draft", first_position=length - 1))
-                index = draw(laws[-1], uniform_G[step].view(1, 1))
-            feed = index if self.hot_ids is None else self.hot_ids[index]
-            ids.append(feed)
-            length += 1
-            # the last token's confidence would end nothing
-            if self.stop_below and step + 1 < gamma:
-                confidence *= float(logits.float().softmax(-1).gather(-1, index.unsqueeze(-1)))
-                if confidence < self.stop_below:
-                    break
-        self._cached = length - 1
-        return Proposal(
-            torch.cat(ids, 1), self._spread(torch.cat(laws, 1)) if laws else None, len(ids)
-        )
+        """At most so many tokens after each text."""
 
-    def _read(self, tokens: Sequence[int], end: int) -> None:
-        """Catch up with the text to `end`."""
-        new = torch.tensor([list(tokens[self._cached : end])], device=self.engine.device)
-        positions = torch.arange(self._cached, end, device=self.engine.device).unsqueeze(0)
-        self.engine.forward(new, positions, longest=end, last_only=True)
-        self._cached = end
 
-    def _penalised(
-        self, logits: Tensor, sampling: Sampling, tokens: Sequence[int], ids: list[Tensor]
-    ) -> Tensor:
-        """The target's penalties, for drafts that it accepts. It alone knows its stop ids."""
-        return penalise(
-            logits,
-            sampling,
-            text=tokens,
-            num_prompt=self._num_prompt,
-            drafted_1G=torch.cat(ids, 1) if ids else self._nothing,
-            vocab_size=self.vocab_size,
-            ids_V=self.hot_ids,
-        )
+class Nobody:
+    """Drafts nothing: decoding is autoregressive."""
 
-    def _spread(self, q_1GH: Tensor) -> Tensor:
-        """Laws over the hot ids as laws over the target's vocabulary."""
-        if self.hot_ids is None:
-            return torch.nn.functional.pad(q_1GH, (0, self.vocab_size - q_1GH.shape[-1]))
-        q = q_1GH.new_zeros(*q_1GH.shape[:-1], self.vocab_size)
-        return q.index_copy_(-1, self.hot_ids, q_1GH)
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def reset(self, num_rows: int) -> None:
+        """Nothing to forget."""
+
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        """Nothing to read."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Nothing to keep."""
+
+    def draft(
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BN: Tensor,
+    ) -> Proposal:
+        """No token."""
+        del most, sampling, uniform_BN
+        return Proposal.nothing(len(texts), self.device)
 
 
 class LookupDrafter:
@@ -148,32 +99,49 @@ class LookupDrafter:
             )
         self.device = device
         self.lengths = range(longest, shortest - 1, -1)
-        self._read = 0
-        # where the text went on after its latest such tokens
-        self._after: dict[tuple[int, ...], int] = {}
+        # of each row, where its text went on after its latest such tokens
+        self._after: list[dict[tuple[int, ...], int]] = []
+        self._read: list[int] = []
+        self.reset(1)
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """Forget the last text."""
-        del prompt  # it is read with the first draft
-        self._read = 0
-        self._after.clear()
+    def reset(self, num_rows: int) -> None:
+        """Forget all texts; room for so many."""
+        self._after = [{} for _ in range(num_rows)]
+        self._read = [0] * num_rows
+
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        """Forget the texts before; the prompts are read with the first draft."""
+        for _, row in zip(prompts, rows, strict=True):
+            self._after[row], self._read[row] = {}, 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows."""
+        self._after = [self._after[row] for row in rows]
+        self._read = [self._read[row] for row in rows]
 
     def draft(
-        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BN: Tensor,
     ) -> Proposal:
-        """Up to `gamma` tokens; none where nothing matches."""
-        del sampling, uniform_G  # nothing is drawn
-        ids = self._follow(tokens, gamma)
-        return Proposal(torch.tensor([ids], dtype=torch.long, device=self.device), None, 0)
+        """At most so many tokens after each text; none where nothing matches."""
+        del sampling, uniform_BN  # nothing is drawn
+        found = [self._follow(row, text, most[row]) for row, text in enumerate(texts)]
+        width = max(map(len, found))
+        ids = [[*own, *[NOTHING] * (width - len(own))] for own in found]
+        return Proposal(torch.tensor(ids, dtype=torch.long, device=self.device), None, 0)
 
-    def _follow(self, tokens: Sequence[int], gamma: int) -> list[int]:
-        for end in range(self._read, len(tokens)):  # `end` goes on after the tokens before it
+    def _follow(self, row: int, tokens: Sequence[int], gamma: int) -> list[int]:
+        after = self._after[row]
+        for end in range(self._read[row], len(tokens)):  # `end` goes on after the tokens before it
             for length in self.lengths:
                 if length <= end:
-                    self._after[tuple(tokens[end - length : end])] = end
-        self._read = len(tokens)
+                    after[tuple(tokens[end - length : end])] = end
+        self._read[row] = len(tokens)
         for length in self.lengths:
-            place = self._after.get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            place = after.get(tuple(tokens[-length:])) if length <= len(tokens) else None
             if place is not None:
                 # past its end the text goes on as the draft does: a loop is drafted as a loop
                 period = tokens[place:]
@@ -188,22 +156,69 @@ class CombinedDrafter:
     cost time and whose guesses are less certain, drafts at most `model_gamma`.
     """
 
-    def __init__(self, model: ModelDrafter, lookup: LookupDrafter, *, model_gamma: int):
+    def __init__(self, model: Drafter, lookup: LookupDrafter, *, model_gamma: int):
         if model_gamma < 1:
             raise ValueError(f"model_gamma={model_gamma}: use 1 or more.")
         self.model, self.lookup, self.model_gamma = model, lookup, model_gamma
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """Both read the prompt."""
-        self.model.start(prompt)
-        self.lookup.start(prompt)
+    def reset(self, num_rows: int) -> None:
+        """Both forget all texts."""
+        self.model.reset(num_rows)
+        self.lookup.reset(num_rows)
+
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        """Both read the prompts."""
+        self.model.start(prompts, rows)
+        self.lookup.start(prompts, rows)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Both drop all other rows."""
+        self.model.keep(rows)
+        self.lookup.keep(rows)
 
     def draft(
-        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BN: Tensor,
     ) -> Proposal:
-        """Up to `gamma` tokens."""
-        self.model.settle(tokens)
-        found = self.lookup.draft(tokens, gamma, sampling, uniform_G)
-        if found.ids_1G.shape[1]:
+        """At most so many tokens after each text."""
+        found = self.lookup.draft(texts, most, sampling, uniform_BN)
+        is_found = [False] * len(texts)
+        if found.ids_BN.shape[1]:
+            is_found = (found.ids_BN[:, 0] != NOTHING).tolist()
+        rest = [
+            0 if known else min(own, self.model_gamma)
+            for known, own in zip(is_found, most, strict=True)
+        ]
+        if not any(rest):
             return found
-        return self.model.draft(tokens, min(gamma, self.model_gamma), sampling, uniform_G)
+        drafted = self.model.draft(texts, rest, sampling, uniform_BN)
+        return beside(found, drafted, is_found) if any(is_found) else drafted
+
+
+def beside(found: Proposal, drafted: Proposal, is_found: Sequence[bool]) -> Proposal:
+    """Some rows of one proposal, certain chains, and the others of another."""
+    width = max(found.ids_BN.shape[1], drafted.ids_BN.shape[1])
+
+    def widened(ids_BN: Tensor) -> Tensor:
+        return pad(ids_BN, (0, width - ids_BN.shape[1]), value=NOTHING)
+
+    found_B = torch.tensor(is_found, device=found.ids_BN.device)
+    ids_BN = widened(found.ids_BN).where(found_B.unsqueeze(-1), widened(drafted.ids_BN))
+    trees = drafted.trees
+    if trees is not None:
+        trees = [
+            Tree.chain([token for token in own if token != NOTHING]) if known else tree
+            for known, own, tree in zip(is_found, found.ids_BN.tolist(), trees, strict=True)
+        ]
+    laws = drafted.laws
+    if laws is not None:
+        size = laws.shape[-1]
+        certain = one_hot(ids_BN.clamp(min=0), size).to(laws.dtype)
+        certain = certain.masked_fill((ids_BN == NOTHING).unsqueeze(-1), 0.0)
+        num_laws = width if trees is None else width + 1
+        certain, laws = (pad(x, (0, 0, 0, num_laws - x.shape[1])) for x in (certain, laws))
+        laws = certain.where(found_B[:, None, None], laws)
+    return Proposal(ids_BN, laws, drafted.num_steps, trees)

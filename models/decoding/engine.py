@@ -27,12 +27,14 @@ from conf.errors import UserError
 from models.decoding.cache import RaggedCache
 from models.decoding.compiled import Compiled, has_compiler
 from models.decoding.kernels import can_attend, has_kernels
+from models.decoding.tree import Branches
 
 ATTENTION = "draftsmith_ragged"
 # up to this many query positions a grouped product beats torch's fused attention on a CPU
 FEW_QUERIES = 16
 # of attention in some families, not computed here
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias")
+PREFILL_TOKENS = 512  # of prompts that are read in one call
 # layers up to which compiling the whole model takes no longer than a few single layers do
 SHALLOW = 8
 
@@ -145,7 +147,7 @@ class Engine:
         # they do
         self._is_shallow = len(decoder_layers(model)) <= SHALLOW
         self._code = Compiled()
-        self.capacity = capacity
+        self.capacity, self.num_rows = capacity, num_rows
         self._shared: list[int] = []
         self._slots_S = torch.arange(capacity, device=model.device)
         self._cache_key = cache_argument(model)
@@ -162,6 +164,7 @@ class Engine:
         last_only: bool = False,
         only_T: Tensor | None = None,
         num_shared: int = 0,
+        branches: Branches | None = None,
     ) -> Tensor:
         """Logits (BTV, in the model's dtype) after each of the given tokens.
 
@@ -176,6 +179,7 @@ class Engine:
             last_only: only the logits of the last position, shape B1V.
             only_T: only the logits of these places among T.
             num_shared: with `fresh`, the lines start behind so many tokens of the shared beginning.
+            branches: where the tokens stand and what they see, if they are not one after another.
         """
         if longest > self.capacity:
             raise ValueError(
@@ -183,12 +187,15 @@ class Engine:
                 " raise capacity."
             )
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
-        self.cache.place(rows_B, positions_BT, longest, fresh, num_shared)
+        # compiled code tells one tensor given twice from two, and a view from what is none
+        slots_BT = (positions_BT if branches is None else branches.slots_BT).clone()
+        positions_BT = positions_BT.clone()
+        self.cache.place(rows_B, slots_BT, longest, fresh, num_shared)
         read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
         given = {
             "input_ids": tokens_BT,
             "position_ids": positions_BT,
-            "attention_mask": self._mask(positions_BT, read),
+            "attention_mask": self._mask(positions_BT, read, branches),
             "use_cache": True,
             "logits_to_keep": int(last_only) if only_T is None else only_T,
             self._cache_key: self.cache,
@@ -255,6 +262,25 @@ class Engine:
         )
         return logits_BUV, own_B
 
+    def reset(self, num_rows: int) -> None:
+        """Have that many rows, without content."""
+        if num_rows != self.cache.num_rows:
+            self.cache.resize_rows(num_rows)
+
+    def start(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Start rows afresh with texts, several in a call; an empty one needs none."""
+        waiting = [(text, row) for text, row in zip(texts, rows, strict=True) if text]
+        while waiting:
+            longest = len(waiting[0][0])
+            taken = 1
+            while taken < len(waiting):
+                longest = max(longest, len(waiting[taken][0]))
+                if longest * (taken + 1) > PREFILL_TOKENS:
+                    break
+                taken += 1
+            self.prefill_together(*zip(*waiting[:taken], strict=True))
+            del waiting[:taken]
+
     def share(self, prompts: Sequence[Sequence[int]]) -> None:
         """Read what all prompts begin with, a system prompt mostly, once and for all. Takes row 0;
         every prompt keeps a token of its own.
@@ -266,17 +292,25 @@ class Engine:
             for layer in self.cache.ragged:
                 layer.share(len(self._shared))
 
-    def _mask(self, positions_BT: Tensor, read: int) -> Tensor | dict[str, Tensor]:
+    def _mask(
+        self, positions_BT: Tensor, read: int, branches: Branches | None
+    ) -> Tensor | dict[str, Tensor]:
         """True where a query at `positions_BT` may look, shape B1TS; one mask per layer type if the
         model mixes them.
         """
         slots_S = self._slots_S[:read]
-        full = (slots_S <= positions_BT.unsqueeze(-1)).unsqueeze(1)
+        if branches is None:
+            full = (slots_S <= positions_BT.unsqueeze(-1)).unsqueeze(1)
+        else:
+            full = branches.mask(read)
         span = getattr(self.model.config, "sliding_window", None)
         kinds = set(getattr(self.model.config, "layer_types", None) or [])
         if not span or kinds == {"full_attention"}:
             return full
-        sliding = full & (slots_S > positions_BT.unsqueeze(-1) - span).unsqueeze(1)
+        if branches is None:
+            sliding = full & (slots_S > positions_BT.unsqueeze(-1) - span).unsqueeze(1)
+        else:
+            sliding = branches.mask(read, span)
         return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding
 
 

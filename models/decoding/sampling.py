@@ -67,7 +67,10 @@ class Sampling:
 
 
 def law(
-    logits_BTV: Tensor, sampling: Sampling, side: str = "model", first_position: int = 0
+    logits_BTV: Tensor,
+    sampling: Sampling,
+    side: str = "model",
+    first_position: int | Sequence[int] = 0,
 ) -> Tensor:
     """The probability law that tokens are drawn from, float32, same shape as the logits.
 
@@ -76,7 +79,7 @@ def law(
     renormalised. Temperature 0 gives the one-hot law of the first most likely id. Equal logits at a
     cut are all kept, so the law does not depend on their order. Raises NonFiniteLogits when a logit
     is NaN, naming the `side` (target or draft) and the position in the text, where the first T is
-    `first_position`.
+    `first_position`, for all rows or for each.
     """
     logits = logits_BTV.float()
     if sampling.temperature == 0:
@@ -89,7 +92,9 @@ def law(
     return _truncate(probabilities, sampling)
 
 
-def likeliest(logits_BTV: Tensor, side: str = "model", first_position: int = 0) -> Tensor:
+def likeliest(
+    logits_BTV: Tensor, side: str = "model", first_position: int | Sequence[int] = 0
+) -> Tensor:
     """The first most likely ids, shape BT: where `law` at temperature 0 puts its mass. Raises as
     `law` does.
     """
@@ -194,6 +199,20 @@ def draw(law_BTV: Tensor, uniform_BT: Tensor) -> Tensor:
     # rounding can put the goal on the very last step of the sum, beyond every id with mass
     goal = (uniform_BT.unsqueeze(-1) * total).minimum(total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
+
+
+def drawn_apart(law_V: Tensor, uniform_N: Tensor) -> list[int]:
+    """Up to N different ids, each drawn from what those before it leave of a law; fewer where the
+    law has fewer.
+    """
+    left_V = law_V.clone()
+    found: list[int] = []
+    for uniform in uniform_N:
+        if found and not bool(left_V.any()):
+            break
+        found.append(int(draw(left_V.view(1, 1, -1), uniform.view(1, 1))))
+        left_V[found[-1]] = 0
+    return found
 
 
 def draw_mixed(

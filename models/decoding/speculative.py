@@ -5,130 +5,37 @@ With gamma = 0 the same loop is plain autoregressive decoding: the baseline of e
 very code.
 """
 
-# G drafted positions (gamma), V vocabulary
+# B rows, G drafted tokens (gamma) or candidates, T = 1 + G tokens the target reads, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any, Protocol
+from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from conf.choices import Verification
-from models.decoding.drafters import Proposal
+from models.decoding.counts import Counts
+from models.decoding.drafters import Drafter, Nobody, Proposal
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling, law, likeliest, penalise
 from models.decoding.stops import StopStrings
-from models.decoding.verify import block, chain, greedy
+from models.decoding.tree import ROOT, Branches
+from models.decoding.verify import NOTHING, Verdict, block, chain, greedy, tree
 
 
-@dataclass
-class Counts:
-    """Sums over target calls; every rate of the report is a quotient of these.
-
-    Only committed tokens are counted: what follows EOS or the length limit is not committed. A
-    drafted token is tested when all before it in its round were accepted and it lies before the end
-    of the output.
+@dataclass(frozen=True)
+class Request:
+    """A prompt to answer with at most so many tokens. Uniforms come from `rng`: equal seeds give
+    equal outputs, whatever else is decoded beside.
     """
 
-    num_tokens: int = 0
-    num_target_calls: int = 0
-    num_drafted: int = 0
-    num_tested: int = 0
-    num_accepted: int = 0
-    num_draft_steps: int = 0  # of the draft model; a lookup needs none
-    drafted_at: list[int] = field(default_factory=list)  # rounds that drafted position i
-    tested_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    # target calls that committed i + 1 tokens
-    calls_by_length: list[int] = field(default_factory=list)
-    # target calls that read i + 1 tokens
-    calls_by_width: list[int] = field(default_factory=list)
-
-    def add_round(
-        self,
-        num_drafted: int,
-        num_tested: int,
-        num_accepted: int,
-        num_committed: int,
-        num_draft_steps: int = 0,
-    ) -> None:
-        """Count one target call."""
-        assert num_accepted <= num_tested <= num_drafted and 1 <= num_committed <= num_drafted + 1
-        for held in (self.drafted_at, self.tested_at, self.accepted_at):
-            held.extend([0] * (num_drafted - len(held)))
-        for counts, place in (
-            (self.calls_by_length, num_committed - 1),
-            (self.calls_by_width, num_drafted),
-        ):
-            counts.extend([0] * (place + 1 - len(counts)))
-            counts[place] += 1
-        for held, reached in (
-            (self.drafted_at, num_drafted),
-            (self.tested_at, num_tested),
-            (self.accepted_at, num_accepted),
-        ):
-            for position in range(reached):
-                held[position] += 1
-        self.num_tokens += num_committed
-        self.num_target_calls += 1
-        self.num_drafted += num_drafted
-        self.num_tested += num_tested
-        self.num_accepted += num_accepted
-        self.num_draft_steps += num_draft_steps
-
-    def __add__(self, other: Counts) -> Counts:
-        def summed(a: Any, b: Any) -> Any:
-            if isinstance(a, int):
-                return a + b
-            return [sum(pair) for pair in zip_longest(a, b, fillvalue=0)]
-
-        return Counts(**{key: summed(mine, vars(other)[key]) for key, mine in vars(self).items()})
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over tested."""
-        return self.num_accepted / max(self.num_tested, 1)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Committed tokens over target calls."""
-        return self.num_tokens / max(self.num_target_calls, 1)
-
-    @property
-    def draft_utilisation(self) -> float:
-        """Accepted over drafted."""
-        return self.num_accepted / max(self.num_drafted, 1)
-
-    @property
-    def position_acceptance(self) -> list[float]:
-        """Rounds accepting at least i tokens over rounds drafting at least i, for i = 1, 2, ..."""
-        return [
-            accepted / max(drafted, 1)
-            for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
-        ]
-
-    @property
-    def conditional_acceptance(self) -> list[float]:
-        """The same given that position i was tested."""
-        return [
-            accepted / max(tested, 1)
-            for accepted, tested in zip(self.accepted_at, self.tested_at, strict=True)
-        ]
-
-
-class Drafter(Protocol):
-    """Proposes at most gamma tokens, of which each is verified: none may be drawn and dropped."""
-
-    def start(self, prompt: Sequence[int]) -> None: ...
-
-    def draft(
-        self, tokens: Sequence[int], gamma: int, sampling: Sampling, uniform_G: Tensor
-    ) -> Proposal: ...
+    prompt: Sequence[int]
+    max_new_tokens: int
+    rng: torch.Generator
 
 
 @dataclass(frozen=True)
@@ -143,16 +50,50 @@ class Round:
 
 
 @dataclass
-class Decoder:
-    """A target and, for gamma > 0, a drafter. One prompt at a time.
+class Row:
+    """An output under way; `index` is the place of its request among all."""
 
-    `rule` is `chain` or `block`; greedy, and where one token was drafted, they are the same.
+    index: int
+    request: Request
+    tokens: list[int]  # the prompt's first
+    counts: Counts = field(default_factory=Counts)
+    is_over: bool = False
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until the limit."""
+        return len(self.request.prompt) + self.request.max_new_tokens - len(self.tokens)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The output so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+
+@dataclass(frozen=True)
+class Uniforms:
+    """One round's random numbers. `most` tokens may be drafted in each row: as many of its numbers
+    judge drafts, one draws the token after them, and as many are for drawing drafts.
+    """
+
+    most: list[int]
+    accept_BG: Tensor
+    last_B: Tensor
+    draw_BG: Tensor
+
+
+@dataclass
+class Decoder:
+    """A target and, for gamma > 0, a drafter. As many texts at once as the target's engine has
+    rows.
+
+    `rule` is `chain` or `block`; greedy, and where one token was drafted, they are the same. Trees
+    have a rule of their own.
     With a `fixed_width` every target call reads at least so many tokens, so that calls with and
     without a draft have one shape: in bfloat16 the same sums over one token and over several round
     differently, and near ties then fall either way. Take gamma + 1, for both.
     `stop_ids` end an output and are part of it, and so does the token that completes one of
-    `stop_strings`. Uniforms come from `rng`, so equal seeds give equal
-    outputs.
+    `stop_strings`.
     """
 
     target: Engine
@@ -172,19 +113,9 @@ class Decoder:
         rng: torch.Generator,
     ) -> tuple[list[int], Counts]:
         """The whole output and its counts."""
-        tokens: list[int] = []
-        counts = Counts()
-        for step in self.stream(
-            prompt,
-            gamma=gamma,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            rng=rng,
-            counts=counts,
-        ):
-            tokens += step.tokens
-        assert counts.num_tokens == len(tokens) and counts.num_tested <= counts.num_drafted
-        return tokens, counts
+        request = Request(prompt, max_new_tokens, rng)
+        row = next(self.decode_all([request], gamma=gamma, sampling=sampling))
+        return row.new_tokens, row.counts
 
     def stream(
         self,
@@ -196,92 +127,227 @@ class Decoder:
         rng: torch.Generator,
         counts: Counts | None = None,
     ) -> Iterator[Round]:
-        """Yield what each target call commits, until a stop or the length limit.
-
-        Raises ValueError when prompt and output do not fit the target's cache, FloatingPointError
-        on NaN logits.
+        """Yield what each target call commits, until a stop or the length limit; `counts` grow
+        along.
         """
-        drafter = self._check(prompt, gamma, max_new_tokens)
-        counts = Counts() if counts is None else counts
-        device = self.target.device
-        tokens = list(prompt)
-        end = len(prompt) + max_new_tokens
-        # the prompt's last token is left for the first round, which then verifies drafts like every
-        # other
-        if len(prompt) > 1:
-            self.target.prefill(tokens[:-1])
-        if gamma:
-            drafter.start(prompt)
-        nothing = Proposal(torch.empty(1, 0, dtype=torch.long, device=device), None, 0)
-        verify = block if self.rule is Verification.block else chain
-        while len(tokens) < end:
-            # a token beyond the limit would never be committed
-            most = min(gamma, end - len(tokens) - 1)
-            uniform = torch.rand(2 * most + 1, generator=rng, device=rng.device).to(device)
-            drafted_1G, q, num_steps = (
-                drafter.draft(tokens, most, sampling, uniform[most + 1 :]) if most else nothing
-            )
-            width = drafted_1G.shape[1]
-            last = torch.tensor([[tokens[-1]]], device=device)
-            # what fills a fixed width stands behind everything that is read, and is overwritten
-            filler = last.new_zeros(1, max(0, self.fixed_width - 1 - width))
-            fed_1T = torch.cat([last, drafted_1G, filler], 1)
-            longest = len(tokens) - 1 + fed_1T.shape[1]
-            positions = torch.arange(len(tokens) - 1, longest, device=device).unsqueeze(0)
-            logits = self.target.forward(fed_1T, positions, longest=longest)[:, : width + 1]
-            if sampling.looks_back:
-                logits = penalise(
-                    logits,
-                    sampling,
-                    text=tokens,
-                    num_prompt=len(prompt),
-                    drafted_1G=drafted_1G,
-                    vocab_size=logits.shape[-1],
-                    stop_ids=self.stop_ids,
-                )
-            side, first = "target", len(tokens) - 1
-            if sampling.temperature == 0:
-                verdict = greedy(likeliest(logits, side, first), drafted_1G)
-            else:
-                p = law(logits, sampling, side=side, first_position=first)
-                if q is None:
-                    q = one_hot(drafted_1G, p.shape[-1]).to(p.dtype)
-                verdict = verify(
-                    p, q, drafted_1G, uniform[:width].unsqueeze(0), uniform[most : most + 1]
-                )
-            num_accepted, *emitted = torch.cat(
-                [verdict.num_accepted_B, drafted_1G[0], verdict.next_token_B]
-            ).tolist()
-            new = [*emitted[:num_accepted], emitted[-1]]
-            stop = self._stop(tokens, len(prompt), new)
-            new = new if stop is None else new[: stop + 1]
-            kept = min(num_accepted, len(new))
-            # a rejection is a test too, unless the output ended before it
-            num_tested = kept + (kept < width and len(new) > kept)
-            counts.add_round(width, num_tested, kept, len(new), num_steps)
-            tokens += new
-            yield Round(new, kept, width)
-            if stop is not None:
-                return
+        request = Request(prompt, max_new_tokens, rng)
+        for row, step in self.rounds([request], gamma=gamma, sampling=sampling):
+            if counts is not None:
+                vars(counts).update(vars(row.counts))
+            yield step
 
-    def _stop(self, tokens: Sequence[int], num_prompt: int, new: Sequence[int]) -> int | None:
-        """Which of the new tokens ends the output."""
-        places = [place for place, token in enumerate(new) if token in self.stop_ids]
-        if self.stop_strings is not None:
-            found = self.stop_strings.first([*tokens[num_prompt:], *new], len(new))
-            places += [] if found is None else [found]
-        return min(places, default=None)
+    def decode_all(
+        self, requests: Iterable[Request], *, gamma: int, sampling: Sampling
+    ) -> Iterator[Row]:
+        """Outputs in the order in which they end. A row that has ended makes room for the next
+        request.
+        """
+        for row, _ in self.rounds(requests, gamma=gamma, sampling=sampling):
+            if row.is_over:
+                assert row.counts.num_tokens == len(row.new_tokens)
+                yield row
 
-    def _check(self, prompt: Sequence[int], gamma: int, max_new_tokens: int) -> Drafter:
+    def rounds(
+        self, requests: Iterable[Request], *, gamma: int, sampling: Sampling
+    ) -> Iterator[tuple[Row, Round]]:
+        """What each target call commits to each row it has part in.
+
+        Raises ValueError when a prompt and its output do not fit the target's cache,
+        FloatingPointError on NaN logits.
+        """
+        waiting = iter(enumerate(requests))
+        first = islice(waiting, self.target.num_rows)
+        rows = [self._row(index, request, gamma) for index, request in first]
+        drafter = self.drafter if gamma and self.drafter is not None else Nobody(self.target.device)
+        self.target.reset(len(rows))
+        drafter.reset(len(rows))
+        self._start(rows, range(len(rows)), drafter)
+        while rows:
+            uniforms = self._uniforms(rows, gamma)
+            texts = [row.tokens for row in rows]
+            proposal = drafter.draft(texts, uniforms.most, sampling, uniforms.draw_BG)
+            branches = self._branches(rows, proposal)
+            logits_BTV = self._read(rows, proposal, branches)
+            verdict = self._judge(rows, proposal, branches, logits_BTV, sampling, uniforms)
+            yield from zip(rows, self._commit(rows, proposal, verdict), strict=True)
+            rows = self._replace(rows, waiting, gamma, drafter)
+
+    def _row(self, index: int, request: Request, gamma: int) -> Row:
+        """A new row. Raises ValueError when it cannot be decoded."""
+        prompt, max_new_tokens = request.prompt, request.max_new_tokens
         if gamma < 0 or (gamma and self.drafter is None):
             raise ValueError(f"gamma={gamma}: use 0 without a draft and 1 or more with one.")
         if not prompt:
             raise ValueError(
                 "prompt: it is empty; a target needs a token to start from, for example its BOS."
             )
-        if len(prompt) + max_new_tokens + max(0, self.fixed_width - 1) > self.target.capacity:
+        # rows of a batch are read as widely as the widest, also at their ends
+        wider = gamma if self.target.num_rows > 1 else 0
+        wider = max(wider, self.fixed_width - 1)
+        if len(prompt) + max_new_tokens + wider > self.target.capacity:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + {max_new_tokens} new ones exceed the context of"
                 f" {self.target.capacity}. Shorten the prompt or lower max_new_tokens."
             )
-        return self.drafter  # type: ignore[return-value]
+        return Row(index, request, list(prompt))
+
+    def _start(self, rows: Sequence[Row], places: Sequence[int], drafter: Drafter) -> None:
+        """Read prompts. The last token is left for the first round, which then verifies drafts like
+        every other.
+        """
+        if rows:
+            self.target.start([row.tokens[:-1] for row in rows], places)
+            drafter.start([row.tokens for row in rows], places)
+
+    def _replace(
+        self,
+        rows: list[Row],
+        waiting: Iterator[tuple[int, Request]],
+        gamma: int,
+        drafter: Drafter,
+    ) -> list[Row]:
+        """Rows that are over make room for requests that wait."""
+        over = [place for place, row in enumerate(rows) if row.is_over]
+        new = [self._row(*pair, gamma) for pair in islice(waiting, len(over))]
+        for place, row in zip(over, new, strict=False):
+            rows[place] = row
+        self._start(new, over[: len(new)], drafter)
+        if len(new) == len(over):
+            return rows
+        kept = [place for place, row in enumerate(rows) if not row.is_over]
+        if kept:
+            self.target.cache.keep(kept)
+            drafter.keep(kept)
+        return [rows[place] for place in kept]
+
+    def _uniforms(self, rows: Sequence[Row], gamma: int) -> Uniforms:
+        """A row's numbers do not depend on the others."""
+        # a token beyond the limit would never be committed
+        most = [min(gamma, row.num_left - 1) for row in rows]
+        width = max(most)
+        accept_BG, draw_BG = torch.zeros(2, len(rows), width)
+        last_B = torch.zeros(len(rows))
+        for place, (row, num) in enumerate(zip(rows, most, strict=True)):
+            rng = row.request.rng
+            uniform = torch.rand(2 * num + 1, generator=rng, device=rng.device)
+            accept_BG[place, :num], draw_BG[place, :num] = uniform[:num], uniform[num + 1 :]
+            last_B[place] = uniform[num]
+        device = self.target.device
+        return Uniforms(most, accept_BG.to(device), last_B.to(device), draw_BG.to(device))
+
+    def _branches(self, rows: Sequence[Row], proposal: Proposal) -> Branches | None:
+        """Where the candidates of trees stand; None for chains."""
+        if proposal.trees is None:
+            return None
+        fed = [range(ROOT, len(own)) for own in proposal.trees]
+        lengths = [len(row.tokens) for row in rows]
+        width = max(self.fixed_width, 1 + proposal.ids_BN.shape[1])
+        return Branches.of(proposal.trees, lengths, fed, self.target.device, width)
+
+    def _read(self, rows: Sequence[Row], proposal: Proposal, branches: Branches | None) -> Tensor:
+        """The target's logits after each text and after each drafted token, shape B 1+G V."""
+        device, width = self.target.device, proposal.ids_BN.shape[1]
+        last_B1 = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
+        # what fills a width stands behind everything that is read, and is overwritten
+        filler = last_B1.new_zeros(len(rows), max(0, self.fixed_width - 1 - width))
+        fed_BT = torch.cat([last_B1, proposal.ids_BN.clamp(min=0), filler], 1)
+        if branches is None:
+            ends_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=device)
+            positions_BT = ends_B1 - 1 + torch.arange(fed_BT.shape[1], device=device)
+        else:
+            positions_BT = branches.positions_BT
+        longest = max(len(row.tokens) for row in rows) - 1 + fed_BT.shape[1]
+        logits_BTV = self.target.forward(fed_BT, positions_BT, longest=longest, branches=branches)
+        return logits_BTV[:, : width + 1]
+
+    def _judge(
+        self,
+        rows: Sequence[Row],
+        proposal: Proposal,
+        branches: Branches | None,
+        logits_BTV: Tensor,
+        sampling: Sampling,
+        uniforms: Uniforms,
+    ) -> Verdict:
+        """Which drafted tokens are kept, and what follows them."""
+        ids_BN, q, width = proposal.ids_BN, proposal.laws, proposal.ids_BN.shape[1]
+        if sampling.looks_back:
+            assert branches is None, "penalties are those of one past"
+            logits_BTV = self._penalised(rows, ids_BN, logits_BTV, sampling)
+        at = [len(row.tokens) - 1 for row in rows]
+        if sampling.temperature == 0:
+            likeliest_BT = likeliest(logits_BTV, "target", at)
+            if branches is None:
+                return greedy(likeliest_BT, ids_BN)
+            lineage_BNN = branches.sees_BTN[:, 1 : 1 + width]
+            return greedy(likeliest_BT, ids_BN, branches.parents_BN, lineage_BNN)
+        p = law(logits_BTV, sampling, "target", at)
+        if branches is not None:
+            assert q is not None, "the candidates of a tree are drawn"
+            given = (branches.parents_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
+            return tree(p, q, ids_BN, *given)
+        if q is None:
+            q = one_hot(ids_BN.clamp(min=0), p.shape[-1]).to(p.dtype)
+            q = q.masked_fill((ids_BN == NOTHING).unsqueeze(-1), 0.0)
+        verify = block if self.rule is Verification.block else chain
+        return verify(p, q, ids_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
+
+    def _penalised(
+        self, rows: Sequence[Row], ids_BG: Tensor, logits_BTV: Tensor, sampling: Sampling
+    ) -> Tensor:
+        return torch.cat(
+            [
+                penalise(
+                    logits_BTV[place : place + 1],
+                    sampling,
+                    text=row.tokens,
+                    num_prompt=len(row.request.prompt),
+                    drafted_1G=ids_BG[place : place + 1].clamp(min=0),
+                    vocab_size=logits_BTV.shape[-1],
+                    stop_ids=self.stop_ids,
+                )
+                for place, row in enumerate(rows)
+            ]
+        )
+
+    def _commit(self, rows: Sequence[Row], proposal: Proposal, verdict: Verdict) -> Iterator[Round]:
+        """Take over what was kept."""
+        found = [verdict.num_accepted_B.unsqueeze(-1), verdict.next_token_B.unsqueeze(-1)]
+        found += [proposal.ids_BN] + ([] if verdict.kept_BN is None else [verdict.kept_BN])
+        width = proposal.ids_BN.shape[1]
+        for place, (num, last, *rest) in enumerate(torch.cat(found, 1).tolist()):
+            row, ids = rows[place], [token for token in rest[:width] if token != NOTHING]
+            nodes = list(range(num))
+            num_places, is_tested = len(ids), num < len(ids)
+            if proposal.trees is not None:
+                own = proposal.trees[place]
+                nodes = [node for node, is_kept in enumerate(rest[width:]) if is_kept]
+                num_places = own.num_places
+                is_tested = (nodes[-1] if nodes else ROOT) in own.parents
+                if nodes != list(range(num)):
+                    length = len(row.tokens)
+                    self.target.cache.move(place, [length + node for node in nodes], length)
+            new = [*(ids[node] for node in nodes), last]
+            stop = self._stop(row, new)
+            new = new if stop is None else new[: stop + 1]
+            num_kept = min(num, len(new))
+            # a rejection is a test too, unless the output ended before it
+            row.counts.add_round(
+                len(ids),
+                num_kept + (is_tested and len(new) > num_kept),
+                num_kept,
+                len(new),
+                proposal.num_steps,
+                num_places,
+            )
+            row.tokens += new
+            row.is_over = stop is not None or row.num_left == 0
+            yield Round(new, num_kept, len(ids))
+
+    def _stop(self, row: Row, new: Sequence[int]) -> int | None:
+        """Which of the new tokens ends the output."""
+        places = [place for place, token in enumerate(new) if token in self.stop_ids]
+        if self.stop_strings is not None:
+            found = self.stop_strings.first([*row.new_tokens, *new], len(new))
+            places += [] if found is None else [found]
+        return min(places, default=None)

@@ -1,6 +1,10 @@
-"""Which drafted tokens are kept: pure functions on laws, tokens and uniforms."""
+"""Which drafted tokens are kept: pure functions on laws, tokens and uniforms.
 
-# B batch, G drafted positions (gamma), V vocabulary
+Rows may have drafted different numbers of tokens. Behind a row's own ones the id is NOTHING and q
+is zero everywhere, so what is left of p there is p: the bonus token's law.
+"""
+
+# B batch, G drafted positions (gamma), N candidates of a tree, V vocabulary
 
 from __future__ import annotations
 
@@ -11,16 +15,18 @@ from torch import Tensor
 
 from models.decoding.sampling import draw
 
+NOTHING = -1  # in the place of a drafted id
 RESIDUAL_FLOOR = 1e-6  # below this the residual mass is rounding noise of float32 laws
 
 
 class Verdict(NamedTuple):
     """`num_accepted` drafted tokens are kept, then `next_token` is emitted (a correction, or the
-    bonus token).
+    bonus token). Of a tree, `kept` tells which candidates; of a chain they are the first ones.
     """
 
     num_accepted_B: Tensor
     next_token_B: Tensor
+    kept_BN: Tensor | None = None
 
 
 def chain(
@@ -31,7 +37,7 @@ def chain(
     Args:
         p: target laws at the G drafted positions and the one after, shape B G+1 V.
         q: laws the drafted tokens were really drawn from, shape B G V.
-        drafted_BG: the drafted ids.
+        drafted_BG: the drafted ids, NOTHING behind those of a shorter row.
         uniform_BG: one independent uniform per drafted position.
         uniform_B: one more, for the token emitted at the end.
 
@@ -40,10 +46,10 @@ def chain(
     law exactly.
     """
     num_drafted = drafted_BG.shape[1]
-    at_draft = drafted_BG.unsqueeze(-1)
+    at_draft = drafted_BG.clamp(min=0).unsqueeze(-1)
     p_BG = p[:, :num_drafted].gather(-1, at_draft).squeeze(-1)
     q_BG = q.gather(-1, at_draft).squeeze(-1)
-    accepted_BG = uniform_BG * q_BG < p_BG
+    accepted_BG = (uniform_BG * q_BG < p_BG) & (drafted_BG != NOTHING)
     num_accepted_B = accepted_BG.int().cumprod(-1).sum(-1)
     rows = torch.arange(len(p), device=p.device)
     p_BV = p[rows, num_accepted_B]
@@ -57,17 +63,74 @@ def chain(
     )
 
 
-def greedy(likeliest_BT: Tensor, drafted_BG: Tensor) -> Verdict:
-    """What `chain` and `block` come to at temperature 0, where every law is one-hot: a drafted id
-    is kept while it is the target's most likely one. No law is needed.
+def greedy(
+    likeliest_BT: Tensor,
+    drafted_BN: Tensor,
+    parents_BN: Tensor | None = None,
+    lineage_BNN: Tensor | None = None,
+) -> Verdict:
+    """What `chain`, `block` and `tree` come to at temperature 0, where every law is one-hot: a
+    drafted id is kept while it is the target's most likely one. No law is needed.
 
     Args:
-        likeliest_BT: the target's most likely ids at the G drafted positions and the one after.
-        drafted_BG: the drafted ids.
+        likeliest_BT: the target's most likely ids after the text and after each drafted token.
+        drafted_BN: the drafted ids.
+        parents_BN: of a tree: the candidate that each follows, -1 for the text.
+        lineage_BNN: of a tree: true where the second is the first or one of those before it.
     """
-    same_BG = likeliest_BT[:, :-1] == drafted_BG
-    num_accepted_B = same_BG.int().cumprod(-1).sum(-1)
-    return Verdict(num_accepted_B, likeliest_BT.gather(1, num_accepted_B.unsqueeze(-1)).squeeze(-1))
+    if parents_BN is None or lineage_BNN is None:
+        same_BN = likeliest_BT[:, :-1] == drafted_BN
+        num_accepted_B = same_BN.int().cumprod(-1).sum(-1)
+        last_B1 = num_accepted_B.unsqueeze(-1)
+        return Verdict(num_accepted_B, likeliest_BT.gather(1, last_B1).squeeze(-1))
+    same_BN = likeliest_BT.gather(1, parents_BN + 1) == drafted_BN
+    kept_BN = same_BN & (same_BN.unsqueeze(1) | ~lineage_BNN).all(-1)
+    last_B1 = longest_kept(kept_BN).unsqueeze(-1)
+    return Verdict(kept_BN.sum(-1), likeliest_BT.gather(1, last_B1).squeeze(-1), kept_BN)
+
+
+def tree(
+    p: Tensor,
+    q: Tensor,
+    drafted_BN: Tensor,
+    parents_BN: Tensor,
+    uniform_BN: Tensor,
+    uniform_B: Tensor,
+) -> Verdict:
+    """Recursive rejection over a tree whose candidates after one token were drawn without
+    replacement (SpecInfer 2305.09781, Sequoia 2402.12374): the emitted tokens follow the target's
+    law exactly.
+
+    Args:
+        p: target laws after the text and after each candidate, shape B N+1 V.
+        q: laws that the candidates after the text and after each candidate were drawn from, the
+            same shape; the second child was drawn from what the first leaves of q, and so on.
+        drafted_BN: the candidates, parents first, children of one parent as they were drawn.
+        parents_BN: the candidate that each follows, -1 for the text.
+        uniform_BN: one independent uniform per candidate.
+        uniform_B: one more, for the token emitted at the end.
+
+    The children of the last kept token are tested in turn: x is kept when u < p(x) / q(x), else p
+    becomes norm((p - q)+), q loses x and is normalised again. When none is kept, y ~ p.
+    """
+    at_B = torch.zeros_like(uniform_B, dtype=torch.long)  # 1 + the last kept candidate
+    p_BV, q_BV = p[:, 0], q[:, 0]
+    kept_BN = torch.zeros_like(drafted_BN, dtype=torch.bool)
+    for node in range(drafted_BN.shape[1]):
+        x_B1 = drafted_BN[:, node, None].clamp(min=0)
+        tested_B1 = (drafted_BN[:, node, None] != NOTHING) & (
+            parents_BN[:, node, None] + 1 == at_B.unsqueeze(-1)
+        )
+        passes_B1 = uniform_BN[:, node, None] * q_BV.gather(-1, x_B1) < p_BV.gather(-1, x_B1)
+        kept_B1, failed_B1 = tested_B1 & passes_B1, tested_B1 & ~passes_B1
+        left_BV = normalised(residual(p_BV, q_BV, failed_B1))
+        p_BV = p[:, node + 1].where(kept_B1, left_BV.where(failed_B1, p_BV))
+        others_BV = normalised(q_BV.scatter(-1, x_B1, 0.0))
+        q_BV = q[:, node + 1].where(kept_B1, others_BV.where(failed_B1, q_BV))
+        at_B = at_B.where(~kept_B1[:, 0], node + 1)
+        kept_BN[:, node] = kept_B1[:, 0]
+    next_token_B = draw(p_BV.unsqueeze(1), uniform_B.unsqueeze(1)).squeeze(1)
+    return Verdict(kept_BN.sum(-1), next_token_B, kept_BN)
 
 
 def block(
@@ -84,11 +147,12 @@ def block(
     num_drafted = drafted_BG.shape[1]
     if num_drafted <= 1:  # the same rule
         return chain(p, q, drafted_BG, uniform_BG, uniform_B)
-    at_draft = drafted_BG.unsqueeze(-1)
+    at_draft = drafted_BG.clamp(min=0).unsqueeze(-1)
     p_BG = p[:, :num_drafted].gather(-1, at_draft).squeeze(-1).double()
     q_BG = q.gather(-1, at_draft).squeeze(-1).double()
     # log b_i = S_i - max over j <= i of S_j, S the cumulative log-ratio and S_0 = 0
-    sums_BG = (p_BG / q_BG).log().cumsum(-1)
+    ratio_BG = (p_BG / q_BG).where(drafted_BG != NOTHING, 0.0)
+    sums_BG = ratio_BG.log().cumsum(-1)
     b_BG = (sums_BG - sums_BG.cummax(-1).values.clamp(min=0)).exp()
     # kept lengths 1 to G-1 are judged by what the law of the next position leaves
     left_BG = (b_BG[:, :-1, None] * p[:, 1:num_drafted] - q[:, 1:]).clamp_(min=0).sum(-1)
@@ -116,3 +180,9 @@ def residual(p_BV: Tensor, q_BV: Tensor, rejected_B1: Tensor, b_B1: Tensor | flo
     # p == q leaves no residual, and then nothing can have been rejected but by rounding
     usable_B1 = rejected_B1 & (excess_BV.sum(-1, keepdim=True) > RESIDUAL_FLOOR)
     return excess_BV.where(usable_B1, p_BV)
+
+
+def normalised(law_BV: Tensor) -> Tensor:
+    """Of sum 1; zero stays zero."""
+    total_B1 = law_BV.sum(-1, keepdim=True)
+    return law_BV / total_B1.where(total_B1 > 0, 1.0)

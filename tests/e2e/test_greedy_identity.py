@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.decoding.drafters import ModelDrafter
+from models.decoding.counts import Counts
+from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.sampling import NonFiniteLogits, Sampling
-from models.decoding.speculative import Counts, Decoder
+from models.decoding.speculative import Decoder
 from tests.families import FAMILIES, tiny_family
 
 VOCAB_SIZE = 64

@@ -10,31 +10,37 @@ check must reject each planted bug.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from conf.choices import Verification
-from models.decoding import drafters, speculative, verify
-from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter
+from models.decoding import draft_model, speculative, verify
+from models.decoding.draft_model import ModelDrafter
+from models.decoding.drafters import CombinedDrafter, Drafter, LookupDrafter
 from models.decoding.engine import Engine, narrow_head
+from models.decoding.length import StopBelow
 from models.decoding.sampling import Sampling, draw, law, likeliest, penalise
-from models.decoding.speculative import Decoder, Drafter
+from models.decoding.speculative import Decoder
 from models.decoding.verify import Verdict, block, chain
 from tests.families import tiny_family
+from tests.laws import (
+    DEPTH,
+    SIGNIFICANCE,
+    SPREAD,
+    VOCAB_SIZE,
+    LookupEngine,
+    decoder_p_value,
+    exact_law,
+    law_p_value,
+    lookup,
+)
 
 verify_residual = verify.residual  # kept from those who replace it
-SIGNIFICANCE = 1e-6
-LEAST_EXPECTED = 5  # samples in a cell, for the chi-square approximation to hold
-
-Law = dict[tuple[int, ...], float]
 
 
 # ---------------------------------------------------------------- exact: probing and enumerating
@@ -262,30 +268,6 @@ def test_of_a_wrong_rule_the_enumerated_law_is_another(
 # ---------------------------------------------------------------- sampled
 
 
-def law_p_value(samples: Iterable[tuple[int, ...]], expected: Law) -> float:
-    """Chi-square p-value of samples under an exact law; 0 when one of them is impossible."""
-    counts = Counter(samples)
-    if any(expected.get(sample, 0.0) == 0.0 for sample in counts):
-        return 0.0
-    total = counts.total()
-    cells = sorted((probability * total, counts[key]) for key, probability in expected.items())
-    pooled: list[tuple[float, int]] = []
-    wanted, seen = 0.0, 0
-    for want, count in cells:  # rare cells are summed until the sum is not rare
-        wanted, seen = wanted + want, seen + count
-        if wanted >= LEAST_EXPECTED:
-            pooled.append((wanted, seen))
-            wanted, seen = 0.0, 0
-    if wanted:
-        last = pooled.pop()
-        pooled.append((last[0] + wanted, last[1] + seen))
-    if len(pooled) == 1:  # one possible output, and nothing else was seen
-        return 1.0
-    wants = torch.tensor([want for want, _ in pooled], dtype=torch.float64)
-    seens = [count for _, count in pooled]
-    return float(chisquare(seens, (wants * (total / wants.sum())).numpy()).pvalue)
-
-
 def test_the_checker_tells_laws_apart() -> None:
     rng = torch.Generator().manual_seed(0)
     expected = {(0,): 0.5, (1,): 0.3, (2,): 0.2, (3,): 0.0}
@@ -347,65 +329,6 @@ def test_a_round_with_real_uniforms_emits_the_target_law(
 
 # ---------------------------------------------------------------- whole decoder
 
-VOCAB_SIZE = 6
-PROMPT = (3, 1)
-NUM_CHECKED = 3  # tokens whose joint law is compared
-DEPTH = 4  # continuations of the prompt that are computed beforehand
-SPREAD = 0.25  # of the weights: every token is likely somewhere, and the two models disagree
-
-
-class LookupEngine:
-    """A real model's uncached logits behind the interface of Engine, each context computed once.
-
-    A row of tokens stands for the cache: what a decoder writes at wrong positions, or leaves there,
-    is read as it would be from keys and values. That the real Engine gives uncached logits is shown
-    in test_cache.py.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.model, self.device, self.capacity = model, torch.device("cpu"), 32
-        self.row: list[int] = []
-        self.index: dict[tuple[int, ...], int] = {}
-        self.table = torch.empty(0)
-
-    def know(self, contexts: Sequence[tuple[int, ...]]) -> None:
-        """Compute the logits after contexts of one length."""
-        with torch.inference_mode():
-            logits = self.model(torch.tensor(contexts), use_cache=False, logits_to_keep=1).logits[
-                :, 0
-            ]
-        self.index.update(zip(contexts, itertools.count(len(self.index)), strict=False))
-        self.table = torch.cat([self.table, logits]) if len(self.table) else logits
-
-    def after(self, context: tuple[int, ...]) -> Tensor:
-        """Logits after one context, shape V."""
-        if context not in self.index:
-            self.know([context])
-        return self.table[self.index[context]]
-
-    def prefill(self, tokens: list[int]) -> None:
-        self.row[: len(tokens)] = tokens
-
-    def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, *, longest: int, last_only: bool = False
-    ) -> Tensor:
-        self.row += [0] * (longest - len(self.row))
-        positions = positions_BT[0].tolist()
-        for position, token in zip(positions, tokens_BT[0].tolist(), strict=True):
-            self.row[position] = token
-        read = positions[-1:] if last_only else positions
-        return torch.stack(
-            [self.after(tuple(self.row[: position + 1])) for position in read]
-        ).unsqueeze(0)
-
-
-def lookup(model: PreTrainedModel, depth: int) -> LookupEngine:
-    """With all continuations of the prompt by up to `depth` tokens computed, in large batches."""
-    engine = LookupEngine(model)
-    for extra in range(depth + 1):
-        engine.know([PROMPT + rest for rest in itertools.product(range(VOCAB_SIZE), repeat=extra)])
-    return engine
-
 
 @pytest.fixture(scope="module")
 def target() -> LookupEngine:
@@ -427,51 +350,6 @@ def hot_draft() -> LookupEngine:
     model = tiny_family("gpt2", vocab_size=VOCAB_SIZE, seed=2, initializer_range=SPREAD)
     narrow_head(model, HOT_IDS)
     return lookup(model, DEPTH)
-
-
-def exact_law(target: LookupEngine, sampling: Sampling, stop_ids: frozenset[int]) -> Law:
-    """Law of the first tokens of an output, by enumeration with the target itself."""
-    open_law: Law = {(): 1.0}
-    ended: Law = {}
-    for _ in range(NUM_CHECKED):
-        longer: Law = {}
-        for tokens, probability in open_law.items():
-            logits = target.after(PROMPT + tokens).view(1, 1, -1)
-            if sampling.looks_back:
-                logits = penalise(
-                    logits,
-                    sampling,
-                    text=[*PROMPT, *tokens],
-                    num_prompt=len(PROMPT),
-                    drafted_1G=torch.empty(1, 0, dtype=torch.long),
-                    vocab_size=VOCAB_SIZE,
-                    stop_ids=stop_ids,
-                )
-            after_V = law(logits, sampling)[0, 0].double()
-            for token, chance in enumerate(after_V.tolist()):
-                held = ended if token in stop_ids else longer
-                held[*tokens, token] = probability * chance
-        open_law = longer
-    return ended | open_law
-
-
-def decoder_p_value(
-    decoder: Decoder, exact: Law, *, sampling: Sampling, gamma: int, num_samples: int, seed: int = 0
-) -> float:
-    """The check that a correct decoder passes and each planted bug fails."""
-    rng = torch.Generator().manual_seed(seed)
-    samples = []
-    for _ in range(num_samples):
-        # long enough for the first round to draft `gamma`, with a second one after rejections
-        tokens, _ = decoder.decode(
-            PROMPT,
-            gamma=gamma,
-            max_new_tokens=max(gamma + 1, NUM_CHECKED),
-            sampling=sampling,
-            rng=rng,
-        )
-        samples.append(tuple(tokens[:NUM_CHECKED]))
-    return law_p_value(samples, exact)
 
 
 DRAFTERS = ["model", "hot ids", "stopping", "lookup", "combined"]
@@ -497,7 +375,7 @@ def drafter_of(draft: LookupEngine, hot_draft: LookupEngine) -> Callable[[str], 
         return {
             "model": model,
             "hot ids": ModelDrafter(hot_draft, vocab_size=VOCAB_SIZE, hot_ids=HOT_IDS),
-            "stopping": ModelDrafter(draft, vocab_size=VOCAB_SIZE, stop_below=0.3),
+            "stopping": ModelDrafter(draft, vocab_size=VOCAB_SIZE, rule=StopBelow(0.3)),
             "lookup": found,
             "combined": CombinedDrafter(model, found, model_gamma=2),
         }[kind]
@@ -530,8 +408,8 @@ class OwnSampling(ModelDrafter):
 
     own = Sampling()
 
-    def draft(self, tokens: Any, gamma: int, sampling: Sampling, uniform_G: Tensor) -> Any:  # noqa: ARG002
-        return super().draft(tokens, gamma, self.own, uniform_G)
+    def draft(self, texts: Any, most: Any, sampling: Sampling, uniform_BG: Tensor) -> Any:  # noqa: ARG002
+        return super().draft(texts, most, self.own, uniform_BG)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +456,7 @@ def no_residual(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Samplin
 
 def draft_temperature(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
     """Drawn at twice the temperature that q is reported at."""
-    patch.setattr(drafters, "draw", lambda q, uniform: draw(q.sqrt(), uniform))
+    patch.setattr(draft_model, "draw", lambda q, uniform: draw(q.sqrt(), uniform))
 
 
 def target_temperature(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:
@@ -596,10 +474,10 @@ def reused_uniform(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Samp
     original = ModelDrafter.draft
 
     def draft(
-        self: ModelDrafter, tokens: Any, gamma: int, sampling: Sampling, uniform_G: Tensor
+        self: ModelDrafter, texts: Any, most: Any, sampling: Sampling, uniform_BG: Tensor
     ) -> Any:
-        used[:] = [uniform_G.unsqueeze(0)]
-        return original(self, tokens, gamma, sampling, uniform_G)
+        used[:] = [uniform_BG]
+        return original(self, texts, most, sampling, uniform_BG)
 
     def judged(p: Tensor, q: Tensor, drafted: Tensor, uniform_BG: Tensor, uniform_B: Tensor) -> Any:
         return chain(p, q, drafted, used[0] if drafted.shape[1] else uniform_BG, uniform_B)
@@ -633,8 +511,8 @@ def bonus_from_draft(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sa
 def late_target_cache(patch: pytest.MonkeyPatch, decoder: Decoder, _sampling: Sampling) -> None:
     original = decoder.target.forward
 
-    def late(tokens_BT: Tensor, positions_BT: Tensor, *, longest: int) -> Tensor:
-        return original(tokens_BT, positions_BT + 1, longest=longest + 1)
+    def late(tokens_BT: Tensor, positions_BT: Tensor, *, longest: int, **rest: Any) -> Tensor:
+        return original(tokens_BT, positions_BT + 1, longest=longest + 1, **rest)
 
     patch.setattr(decoder.target, "forward", late)
 
@@ -672,8 +550,8 @@ def q_reported_untruncated(
     def truncated_draw(q: Tensor, uniform: Tensor) -> Tensor:
         return draw(law(q.log(), replace(sampling, temperature=1.0)), uniform)
 
-    patch.setattr(drafters, "law", whole)
-    patch.setattr(drafters, "draw", truncated_draw)
+    patch.setattr(draft_model, "law", whole)
+    patch.setattr(draft_model, "draw", truncated_draw)
 
 
 def wrong_hot_ids(patch: pytest.MonkeyPatch, _decoder: Decoder, _sampling: Sampling) -> None:

@@ -25,7 +25,8 @@ from eval import chat as chat_module
 from eval.__main__ import main
 from eval.chat import STYLES, Chat, ChatSettings, converse, load_pair, run_chat
 from eval.pair import Pieces
-from models.decoding.drafters import CombinedDrafter, ModelDrafter
+from models.decoding.draft_model import ModelDrafter
+from models.decoding.drafters import CombinedDrafter
 from models.decoding.speculative import Round
 from tests.reports import example_report
 from tests.tiny import tiny_lessons, tiny_model, tiny_report, tiny_tokenizer, write_tiny_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.decoding.drafters import ModelDrafter, Proposal
+from models.decoding.counts import Counts
+from models.decoding.draft_model import ModelDrafter
+from models.decoding.drafters import Proposal
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder
+from models.decoding.speculative import Decoder
 from tests.families import tiny_family
 
 Call = tuple[int, int, int, int]  # drafted, tested, accepted, committed
@@ -123,14 +126,26 @@ class Scripted:
     def __init__(self, continuation: list[int]):
         self.continuation, self.start_length = continuation, 0
 
-    def start(self, prompt: list[int]) -> None:
-        self.start_length = len(prompt)
+    def reset(self, num_rows: int) -> None:
+        assert num_rows == 1
+
+    def keep(self, rows: Sequence[int]) -> None:
+        raise AssertionError(rows)  # one row only
+
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        assert list(rows) == [0]
+        self.start_length = len(prompts[0])
 
     def draft(
-        self, tokens: list[int], gamma: int, _sampling: Sampling, _uniform_G: Tensor
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BN: Tensor,
     ) -> Proposal:
-        at = len(tokens) - self.start_length
-        ids_1G = torch.tensor([self.continuation[at : at + gamma]])
+        del sampling, uniform_BN
+        at = len(texts[0]) - self.start_length
+        ids_1G = torch.tensor([self.continuation[at : at + most[0]]])
         return Proposal(ids_1G, torch.nn.functional.one_hot(ids_1G, 64).float(), 0)
 
 

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.drafters import CombinedDrafter, LookupDrafter, ModelDrafter, Proposal
+from models.decoding.draft_model import ModelDrafter
+from models.decoding.drafters import CombinedDrafter, LookupDrafter, Proposal
 from models.decoding.engine import Engine
+from models.decoding.length import StopBelow
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
 from tests.families import tiny_family
@@ -24,10 +26,10 @@ def lookup(shortest: int = 2, longest: int = 4) -> LookupDrafter:
 
 
 def found(drafter: LookupDrafter, tokens: Sequence[int], gamma: int) -> list[int]:
-    proposal = drafter.draft(tokens, gamma, AT_ONE, torch.empty(0))
+    proposal = drafter.draft([tokens], [gamma], AT_ONE, torch.empty(1, 0))
     assert proposal.num_steps == 0
-    assert proposal.laws_1GV is None  # certain
-    ids: list[int] = proposal.ids_1G[0].tolist()
+    assert proposal.laws is None  # certain
+    ids: list[int] = proposal.ids_BN[0].tolist()
     return ids
 
 
@@ -46,7 +48,7 @@ def searched(tokens: Sequence[int], gamma: int, shortest: int, longest: int) -> 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 6), st.integers(1, 3))
 def test_it_follows_the_latest_longest_match(tokens: list[int], gamma: int, shortest: int) -> None:
     drafter = lookup(shortest, shortest + 2)
-    drafter.start(tokens[:1])
+    drafter.start([tokens[:1]])
     for length in range(1, len(tokens) + 1):  # as the text grows
         want = searched(tokens[:length], gamma, shortest, shortest + 2)
         assert found(drafter, tokens[:length], gamma) == want
@@ -59,7 +61,7 @@ def test_a_loop_is_drafted_as_a_loop() -> None:
 def test_another_text_starts_afresh() -> None:
     drafter = lookup()
     assert found(drafter, [1, 2, 3, 1, 2], 1) == [3]
-    drafter.start([5])
+    drafter.start([[5]])
     assert found(drafter, [5, 1, 2], 1) == []
     assert found(drafter, [5, 1, 2, 7, 1, 2], 1) == [7]
 
@@ -75,9 +77,9 @@ class Watched(ModelDrafter):
 
     asked: list[int]
 
-    def draft(self, tokens: Sequence[int], gamma: int, *rest: object) -> Proposal:
-        self.asked.append(gamma)
-        return super().draft(tokens, gamma, *rest)  # type: ignore[arg-type]
+    def draft(self, texts: object, most: Sequence[int], *rest: object) -> Proposal:
+        self.asked += most
+        return super().draft(texts, most, *rest)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -92,12 +94,12 @@ def model() -> Watched:
 def test_the_model_drafts_where_nothing_matches(model: Watched) -> None:
     drafter = CombinedDrafter(model, lookup(), model_gamma=2)
     prompt = [1, 2, 3]
-    drafter.start(prompt)
-    uniform_G = torch.full((5,), 0.5)
-    own = drafter.draft(prompt, 5, AT_ONE, uniform_G)
-    assert (own.num_steps, own.ids_1G.shape) == (2, (1, 2))
-    looked_up = drafter.draft([1, 2, 3, 1, 2], 5, AT_ONE, uniform_G)
-    assert (looked_up.num_steps, looked_up.ids_1G.tolist()) == (0, [[3, 1, 2, 3, 1]])
+    drafter.start([prompt])
+    uniform_BG = torch.full((1, 5), 0.5)
+    own = drafter.draft([prompt], [5], AT_ONE, uniform_BG)
+    assert (own.num_steps, own.ids_BN.shape) == (2, (1, 2))
+    looked_up = drafter.draft([[1, 2, 3, 1, 2]], [5], AT_ONE, uniform_BG)
+    assert (looked_up.num_steps, looked_up.ids_BN.tolist()) == (0, [[3, 1, 2, 3, 1]])
     assert model.asked == [2]
 
 
@@ -105,18 +107,18 @@ def test_after_lookups_the_model_knows_the_whole_text(model: Watched) -> None:
     """What was committed while the model was not asked is read when it is asked again."""
     drafter = CombinedDrafter(model, lookup(), model_gamma=2)
     prompt, later = [1, 2, 1], [1, 2, 1, 2, 1, 2, 1, 4, 5]
-    drafter.start(prompt)
-    uniform_G = torch.tensor([0.3, 0.7])
+    drafter.start([prompt])
+    uniform_BG = torch.tensor([[0.3, 0.7]])
     # of the first two drafts none is accepted: the target goes on with 2
     for tokens in (prompt, [1, 2, 1, 2], later):
-        last = drafter.draft(tokens, 2, AT_ONE, uniform_G)
+        last = drafter.draft([tokens], [2], AT_ONE, uniform_BG)
     fresh = ModelDrafter(
         Engine(tiny_family("gpt2"), num_rows=1, capacity=96, compiled=False), vocab_size=VOCAB_SIZE
     )
-    fresh.start(later)
-    want = fresh.draft(later, 2, AT_ONE, uniform_G)
-    assert torch.equal(last.ids_1G, want.ids_1G)
-    torch.testing.assert_close(last.laws_1GV, want.laws_1GV, atol=1e-5, rtol=0)
+    fresh.start([later])
+    want = fresh.draft([later], [2], AT_ONE, uniform_BG)
+    assert torch.equal(last.ids_BN, want.ids_BN)
+    torch.testing.assert_close(last.laws, want.laws, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "combined"])
@@ -145,28 +147,30 @@ def test_a_draft_ends_with_its_first_doubtful_token(temperature: float) -> None:
     """The same tokens and laws as without stopping, up to where the product falls below."""
     model = tiny_family("llama")
     text = [5, 17, 3]
-    uniform_G = torch.rand(6, generator=torch.Generator().manual_seed(0))
+    uniform_BG = torch.rand(1, 6, generator=torch.Generator().manual_seed(0))
 
     def drafted(stop_below: float) -> Proposal:
         engine = Engine(model, num_rows=1, capacity=64, compiled=False)
-        drafter = ModelDrafter(engine, vocab_size=VOCAB_SIZE, stop_below=stop_below)
-        drafter.start(text)
-        return drafter.draft(text, 6, Sampling(temperature), uniform_G)
+        drafter = ModelDrafter(
+            engine, vocab_size=VOCAB_SIZE, rule=StopBelow(stop_below) if stop_below else None
+        )
+        drafter.start([text])
+        return drafter.draft([text], [6], Sampling(temperature), uniform_BG)
 
     whole = drafted(0.0)
-    ids = whole.ids_1G[0].tolist()
+    ids = whole.ids_BN[0].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([text + ids])).logits[0, len(text) - 1 : -1]
-    chances = logits.softmax(-1).gather(-1, whole.ids_1G.T)[:, 0].cumprod(0).tolist()
+    chances = logits.softmax(-1).gather(-1, whole.ids_BN.T)[:, 0].cumprod(0).tolist()
     assert whole.num_steps == len(ids) == 6
     for kept in range(1, 6):
         proposal = drafted((chances[kept - 1] + (chances[kept - 2] if kept > 1 else 1.0)) / 2)
-        assert proposal.num_steps == proposal.ids_1G.shape[1] == kept
-        assert proposal.ids_1G[0].tolist() == ids[:kept]
-        if whole.laws_1GV is None:
-            assert temperature == 0 and proposal.laws_1GV is None
+        assert proposal.num_steps == proposal.ids_BN.shape[1] == kept
+        assert proposal.ids_BN[0].tolist() == ids[:kept]
+        if whole.laws is None:
+            assert temperature == 0 and proposal.laws is None
         else:
-            torch.testing.assert_close(proposal.laws_1GV, whole.laws_1GV[:, :kept])
+            torch.testing.assert_close(proposal.laws, whole.laws[:, :kept])
 
 
 def test_the_model_must_draft_something(model: Watched) -> None:

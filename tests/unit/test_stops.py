@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.decoding.drafters import ModelDrafter
+from models.decoding.counts import Counts
+from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Counts, Decoder
+from models.decoding.speculative import Decoder
 from models.decoding.stops import StopStrings
 from tests.families import tiny_family
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer

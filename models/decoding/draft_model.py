@@ -1,0 +1,359 @@
+"""A draft model as drafter: chains of a constant length, and chains or trees shaped by a rule."""
+
+# B rows, G drafted positions (gamma), N candidates of a tree, T fed tokens, K candidates of a law,
+# H ids the draft proposes, V vocabulary of the target
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.decoding.drafters import Proposal
+from models.decoding.engine import FEW_QUERIES, Engine
+from models.decoding.length import Look, Rule, Shape
+from models.decoding.sampling import (
+    Sampling,
+    check_finite,
+    draw,
+    drawn_apart,
+    law,
+    likeliest,
+    penalise,
+)
+from models.decoding.tree import ROOT, Branches, Tree
+from models.decoding.verify import NOTHING
+
+
+@dataclass
+class _Held:
+    """What the draft's cache holds of one row: the text's first `num_sure` tokens, and behind them
+    what was drafted. How much of that became text is seen when the row drafts again.
+    """
+
+    num_prompt: int
+    num_sure: int
+    drafted: Tensor | list[int] = field(default_factory=list)
+
+    def settle(self, text: Sequence[int]) -> None:
+        """Count what was drafted and is text now."""
+        drafted = self.drafted.tolist() if isinstance(self.drafted, Tensor) else self.drafted
+        # the last token is fed anyway: what follows it is wanted
+        for token in drafted:
+            if self.num_sure >= len(text) - 1 or text[self.num_sure] != token:
+                break
+            self.num_sure += 1
+        self.num_sure = min(self.num_sure, len(text) - 1)
+        self.drafted = []
+
+
+@dataclass
+class _Growing:
+    """The draft of one row under way."""
+
+    length: int  # of the text
+    room: int  # for candidates
+    tree: Tree = field(default_factory=Tree)
+    newest: list[int] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)
+    laws: dict[int, Tensor] = field(default_factory=dict)  # of the candidates behind each token
+
+    def survival(self, node: int) -> float:
+        """Of a candidate, or of the text itself."""
+        return 1.0 if node == ROOT else self.tree.survivals[node]
+
+    def go_on(self, shape: Shape) -> list[int]:
+        """The newest candidates that the draft model reads next."""
+        if not self.newest or len(self.tree) >= self.room:
+            self.newest = []
+            return []
+        chosen = [self.newest[i] for i in shape.continues([*map(self.survival, self.newest)])]
+        self.fed += chosen
+        return chosen
+
+    def first_line(self) -> list[int]:
+        """Ids of the candidates that were read and stand in the cache as they would in a text."""
+        num = 0
+        while num in self.fed and self.tree.parents[num] == num - 1:
+            num += 1
+        return self.tree.ids[:num]
+
+
+class ModelDrafter:
+    """An independent draft model with a cache of its own, for as many rows as its engine has.
+
+    With `hot_ids` the draft's head has been narrowed to those ids (FR-Spec, 2502.14856): q is zero
+    elsewhere, so the output law stays the target's and the head costs len(hot_ids) / V of its time.
+
+    Without a `rule` every draft is a chain of gamma tokens, and no token waits for anything to
+    reach the host. A rule looks at the draft's laws to decide on a chain's length or a tree's
+    shape; penalties of `sampling` are those of one past, so under them all drafts are chains.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        vocab_size: int,
+        hot_ids: Tensor | None = None,
+        rule: Rule | None = None,
+    ):
+        self.engine, self.vocab_size, self.hot_ids = engine, vocab_size, hot_ids
+        self.rule = rule
+        self._known_ids: list[int] | None = None if hot_ids is None else hot_ids.tolist()
+        self._rows = [_Held(0, 0) for _ in range(engine.num_rows)]
+        self._nothing = torch.empty(1, 0, dtype=torch.long, device=engine.device)
+
+    def reset(self, num_rows: int) -> None:
+        """Forget all texts; room for so many."""
+        self.engine.reset(num_rows)
+        self._rows = [_Held(0, 0) for _ in range(num_rows)]
+
+    def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
+        """Read prompts, but for their last tokens, into rows."""
+        read = [prompt[: min(len(prompt) - 1, self.engine.capacity)] for prompt in prompts]
+        self.engine.start(read, rows)
+        for prompt, known, row in zip(prompts, read, rows, strict=True):
+            self._rows[row] = _Held(len(prompt), len(known))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows; the kept ones are renumbered in the given order."""
+        self.engine.cache.keep(rows)
+        self._rows = [self._rows[row] for row in rows]
+
+    def draft(
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BG: Tensor,
+    ) -> Proposal:
+        """At most so many tokens after each text, one uniform each; none where the text has
+        outgrown the draft's context.
+        """
+        capacity = self.engine.capacity
+        most = [min(m, max(0, capacity - len(t))) for m, t in zip(most, texts, strict=True)]
+        if not any(most):
+            return Proposal.nothing(len(texts), self.engine.device)
+        texts = [text if len(text) <= capacity else text[:capacity] for text in texts]
+        logits_B1H = self._read(texts)
+        if self.rule is None:
+            return self._chain(texts, most, sampling, uniform_BG, logits_B1H)
+        shape = self.rule.shape(is_greedy=sampling.temperature == 0, is_chain=sampling.looks_back)
+        return self._shaped(texts, most, sampling, uniform_BG, logits_B1H, shape)
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Catch up with the texts; logits after their last tokens."""
+        for text, held in zip(texts, self._rows, strict=True):
+            held.settle(text)
+        pairs = list(zip(texts, self._rows, strict=True))
+        # one call of more tokens would need code of its own
+        while max(len(text) - held.num_sure for text, held in pairs) > FEW_QUERIES:
+            for text, held in pairs:
+                held.num_sure = min(held.num_sure + FEW_QUERIES, len(text) - 1)
+            self._feed(texts, [held.num_sure for held in self._rows], FEW_QUERIES)
+        width = max(len(text) - held.num_sure for text, held in pairs)
+        for text, held in pairs:
+            held.num_sure = len(text)
+        return self._feed(texts, [len(text) for text in texts], width)
+
+    def _feed(self, texts: Sequence[Sequence[int]], ends: Sequence[int], width: int) -> Tensor:
+        """The `width` tokens of each text before its end; a shorter one begins several times."""
+        places = [[max(0, end - width + i) for i in range(width)] for end in ends]
+        fed = [[text[i] for i in own] for text, own in zip(texts, places, strict=True)]
+        fed_BT, places_BT = (torch.tensor(x, device=self.engine.device) for x in (fed, places))
+        return self._logits(fed_BT, places_BT, longest=max(ends), last_only=True)
+
+    def _logits(self, fed_BT: Tensor, positions_BT: Tensor, **where: object) -> Tensor:
+        logits = self.engine.forward(fed_BT, positions_BT, **where)  # type: ignore[arg-type]
+        # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
+        return logits if self.hot_ids is not None else logits[..., : self.vocab_size]
+
+    def _chain(
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BG: Tensor,
+        logits_B1H: Tensor,
+    ) -> Proposal:
+        """Chains of constant length, without a look at what is drafted."""
+        gamma = max(most)
+        lengths = [len(text) for text in texts]
+        longest = max(lengths)
+        ids: list[Tensor] = []
+        laws: list[Tensor] = []
+        for step in range(gamma):
+            if step:
+                places = [[length + step - 1] for length in lengths]
+                places_B1 = torch.tensor(places, device=self.engine.device)
+                logits_B1H = self._logits(
+                    ids[-1], places_B1, longest=longest + step, last_only=True
+                )
+            if sampling.looks_back:
+                drafted = torch.cat(ids, 1) if ids else self._nothing.expand(len(texts), 0)
+                logits_B1H = self._penalised(logits_B1H, sampling, texts, drafted)
+            at = [length + step - 1 for length in lengths]
+            if sampling.temperature == 0:
+                index_B1 = likeliest(logits_B1H, side="draft", first_position=at)
+            else:
+                laws.append(law(logits_B1H, sampling, side="draft", first_position=at))
+                index_B1 = draw(laws[-1], uniform_BG[:, step, None])
+            ids.append(index_B1 if self.hot_ids is None else self.hot_ids[index_B1])
+        ids_BG = torch.cat(ids, 1)
+        for row, held in enumerate(self._rows):
+            held.drafted = ids_BG[row, : max(0, most[row] - 1)]
+        q = self._spread(torch.cat(laws, 1)) if laws else None
+        if min(most) < gamma:
+            most_B1 = torch.tensor(most, device=ids_BG.device).unsqueeze(-1)
+            absent_BG = torch.arange(gamma, device=ids_BG.device) >= most_B1
+            ids_BG = ids_BG.masked_fill(absent_BG, NOTHING)
+            q = None if q is None else q.masked_fill(absent_BG.unsqueeze(-1), 0.0)
+        return Proposal(ids_BG, q, gamma)
+
+    def _shaped(
+        self,
+        texts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        sampling: Sampling,
+        uniform_BG: Tensor,
+        logits_BTH: Tensor,
+        shape: Shape,
+    ) -> Proposal:
+        """Chains or trees, as the rule says."""
+        is_chain = shape.most_candidates == 1
+        drafts = [_Growing(len(text), room) for text, room in zip(texts, most, strict=True)]
+        fed: list[list[int]] = [[ROOT] for _ in drafts]
+        num_steps = 1
+        while True:
+            if sampling.looks_back:
+                longest = max(len(draft.tree) for draft in drafts)
+                drafted = [d.tree.ids + [0] * (longest - len(d.tree)) for d in drafts]
+                drafted_BG = torch.tensor(drafted, dtype=torch.long, device=logits_BTH.device)
+                logits_BTH = self._penalised(logits_BTH, sampling, texts, drafted_BG)
+            self._grow(drafts, fed, logits_BTH, sampling, uniform_BG, shape)
+            fed = [draft.go_on(shape) for draft in drafts]
+            if not any(fed):
+                break
+            num_steps += 1
+            logits_BTH = self._logits_after(drafts, fed, texts, is_chain=is_chain)
+        for draft, held in zip(drafts, self._rows, strict=True):
+            held.drafted = draft.first_line()
+        return self._proposal(drafts, num_steps, is_chain=is_chain)
+
+    def _logits_after(
+        self,
+        drafts: Sequence[_Growing],
+        fed: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int]],
+        *,
+        is_chain: bool,
+    ) -> Tensor:
+        """Logits after candidates; rows that go on from fewer of them read their text's last token
+        again.
+        """
+        width = max(map(len, fed))
+        ids = [
+            [draft.tree.ids[n] for n in nodes] + [text[-1]] * (width - len(nodes))
+            for draft, nodes, text in zip(drafts, fed, texts, strict=True)
+        ]
+        trees, lengths = [d.tree for d in drafts], [d.length for d in drafts]
+        branches = Branches.of(trees, lengths, fed, self.engine.device)
+        return self._logits(
+            torch.tensor(ids, device=self.engine.device),
+            branches.positions_BT,
+            longest=max(d.length + len(d.tree) for d in drafts),
+            last_only=width == 1,
+            # a chain's tokens stand where their positions say
+            branches=None if is_chain else branches,
+        )
+
+    def _grow(
+        self,
+        drafts: Sequence[_Growing],
+        fed: Sequence[Sequence[int]],
+        logits_BTH: Tensor,
+        sampling: Sampling,
+        uniform_BG: Tensor,
+        shape: Shape,
+    ) -> None:
+        """Add the candidates that follow what was fed."""
+        at = [draft.length - 1 for draft in drafts]
+        log_q_BTH = logits_BTH.float().log_softmax(-1)
+        best_BTK = log_q_BTH.topk(min(shape.most_candidates, log_q_BTH.shape[-1]), -1)
+        check_finite(best_BTK.values, "draft", at)
+        entropy_BT = -(log_q_BTH.exp() * log_q_BTH).nansum(-1)  # 0 log 0 = 0
+        is_sampled = sampling.temperature > 0
+        q_BTH = law(logits_BTH, sampling) if is_sampled else None
+        seen = zip(
+            best_BTK.values.exp().tolist(),
+            best_BTK.indices.tolist(),
+            entropy_BT.tolist(),
+            strict=True,
+        )
+        for row, (draft, (largest_TK, ids_TK, entropy_T)) in enumerate(
+            zip(drafts, seen, strict=True)
+        ):
+            draft.newest = []
+            for place, parent in enumerate(fed[row]):
+                confidences = shape.confidences(Look(largest_TK[place], entropy_T[place]))
+                survival = draft.survival(parent)
+                num = shape.num_candidates(confidences, survival, len(draft.tree))
+                chosen = ids_TK[place][: min(num, draft.room - len(draft.tree))]
+                if q_BTH is not None and chosen:
+                    uniform_G = uniform_BG[row, len(draft.tree) :]
+                    chosen = drawn_apart(q_BTH[row, place], uniform_G[: len(chosen)])
+                    draft.laws[parent] = q_BTH[row, place]
+                    own = log_q_BTH[row, place, chosen].exp().tolist()
+                    confidences = [*map(shape.confidence, own, confidences)]
+                for index, confidence in zip(chosen, confidences, strict=False):
+                    token = index if self._known_ids is None else self._known_ids[index]
+                    draft.newest.append(draft.tree.add(token, parent, survival * confidence))
+
+    def _proposal(self, drafts: Sequence[_Growing], num_steps: int, *, is_chain: bool) -> Proposal:
+        trees = [draft.tree for draft in drafts]
+        size = max(map(len, trees))
+        ids = [[*tree.ids, *[NOTHING] * (size - len(tree))] for tree in trees]
+        ids_BN = torch.tensor(ids, dtype=torch.long, device=self.engine.device)
+        q = None
+        known = [law_H for draft in drafts for law_H in draft.laws.values()]
+        if known:
+            none_H = torch.zeros_like(known[0])
+            # a chain's laws are numbered by the token drawn from them, a tree's by what they follow
+            nodes = range(ROOT, size - 1 if is_chain else size)
+            q = self._spread(
+                torch.stack([torch.stack([d.laws.get(n, none_H) for n in nodes]) for d in drafts])
+            )
+        return Proposal(ids_BN, q, num_steps, None if is_chain or not size else trees)
+
+    def _penalised(
+        self,
+        logits_B1H: Tensor,
+        sampling: Sampling,
+        texts: Sequence[Sequence[int]],
+        drafted_BG: Tensor,
+    ) -> Tensor:
+        """The target's penalties, for drafts that it accepts. It alone knows its stop ids."""
+        return torch.cat(
+            [
+                penalise(
+                    logits_B1H[row : row + 1],
+                    sampling,
+                    text=text,
+                    num_prompt=held.num_prompt,
+                    drafted_1G=drafted_BG[row : row + 1],
+                    vocab_size=self.vocab_size,
+                    ids_V=self.hot_ids,
+                )
+                for row, (text, held) in enumerate(zip(texts, self._rows, strict=True))
+            ]
+        )
+
+    def _spread(self, q_BGH: Tensor) -> Tensor:
+        """Laws over the hot ids as laws over the target's vocabulary."""
+        if self.hot_ids is None:
+            return torch.nn.functional.pad(q_BGH, (0, self.vocab_size - q_BGH.shape[-1]))
+        q = q_BGH.new_zeros(*q_BGH.shape[:-1], self.vocab_size)
+        return q.index_copy_(-1, self.hot_ids, q_BGH)
