@@ -244,9 +244,14 @@ class Cost:
     memory_gb_per_s: float  # measured read bandwidth, for the physical limit of a step
 
 
+def drafting(gamma: int, *, by_cost: bool) -> str:
+    """How long drafts are, in words."""
+    return f"up to {gamma}, by cost" if by_cost else str(gamma)
+
+
 @dataclass(kw_only=True)
 class Result:
-    """One row: a category (or "all"), a temperature and a draft length. Definitions: README,
+    """One row: a category (or "all"), a temperature and a way of drafting. Definitions: README,
     section Metrics.
     """
 
@@ -272,6 +277,16 @@ class Result:
     predicted_speedup: float
     efficiency: float
     identical_outputs: float | None  # greedy only
+    by_cost: bool = False  # drafts of the shape that pays, of at most gamma tokens
+
+    @property
+    def drafting(self) -> str:
+        """How long drafts are, in words."""
+        return drafting(self.gamma, by_cost=self.by_cost)
+
+    def drafts_like(self, other: Result) -> bool:
+        """Whether both rows drafted in the same way."""
+        return (self.gamma, self.by_cost) == (other.gamma, other.by_cost)
 
     @property
     def usual_length(self) -> int:

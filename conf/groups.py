@@ -318,8 +318,11 @@ class EvalConfig:
     prompts_per_category: int = 2
     max_new_tokens: int = 192  # as many as the draft learned from
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    gammas: list[int] = field(default_factory=lambda: [1, 4])
-    # a draft ends once the product of its tokens' probabilities is below this; 0: never
+    gammas: list[int] = field(default_factory=lambda: [1])
+    # most tokens of a draft whose shape follows from measured costs and the draft's calibrated
+    # confidence: greedy a tree, sampled a chain; 0: not measured
+    by_cost: int = 8
+    # a draft of gamma tokens ends once the product of their probabilities is below this; 0: never
     stop_below: float = 0.4
     # the draft is also measured beside prompt lookup, which drafts up to so many tokens; 0: not
     lookup_gamma: int = 4
@@ -343,13 +346,16 @@ class EvalConfig:
             "it is compared with a probability",
             "Use 0 (never stop) up to less than 1",
         )
-        require(
-            self.lookup_gamma >= 0,
-            "eval.lookup_gamma",
-            self.lookup_gamma,
-            "it counts tokens",
-            "Use 0 to leave prompt lookup out",
-        )
+        for key, what in (("lookup_gamma", "prompt lookup"), ("by_cost", "such drafts")):
+            value = getattr(self, key)
+            # a call of more tokens would need code of its own
+            require(
+                0 <= value <= 15,
+                f"eval.{key}",
+                value,
+                "it counts tokens, of which one call verifies 15 at most",
+                f"Use 1 to 15, or 0 to leave {what} out",
+            )
         require(
             len(self.gammas) > 0,
             "eval.gammas",

@@ -130,11 +130,16 @@ def parser() -> argparse.ArgumentParser:
 
 def chat_command(options: argparse.Namespace) -> int:
     """`python -m eval chat`."""
-    from eval.chat import ChatSettings, best_gamma, run_chat
+    from eval.chat import ChatSettings, read_report, run_chat
 
     folder = chosen_run(options.outputs, options.run)
+    report = read_report(folder)
+    gamma, by_cost = options.gamma, False
+    if gamma is None:
+        gamma, by_cost = (2, False) if report is None else (report.best.gamma, report.best.by_cost)
     settings = ChatSettings(
-        gamma=best_gamma(folder) if options.gamma is None else options.gamma,
+        gamma=gamma,
+        by_cost=by_cost,
         lookup=options.lookup,
         temperature=options.temperature,
         repetition_penalty=options.repetition_penalty,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from conf.choices import Dtype
-from conf.contracts import MANIFEST, Lessons, Report
+from conf.contracts import MANIFEST, Cost, Lessons, Report, drafting
 from conf.groups import RuntimeConfig, TargetConfig
 from conf.schema import Config
 from conf.validate import require_package
@@ -42,12 +42,14 @@ HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class ChatSettings:
     """How answers are decoded.
 
-    `context` limits what is remembered, in tokens; gamma 0 is the target alone. `lookup` is how
+    `context` limits what is remembered, in tokens; gamma 0 is the target alone; `by_cost` drafts
+    at most gamma tokens, as many as pay by the step times of the run's report. `lookup` is how
     far prompt lookup drafts beside the draft model, 0 for not at all. An answer ends with the token
     that completes one of the strings in `stop`.
     """
 
     gamma: int
+    by_cost: bool = False
     lookup: int = 0
     temperature: float
     repetition_penalty: float = 1.0
@@ -76,10 +78,10 @@ def target_of(folder: Path) -> TargetConfig:
     return TargetConfig(**{**tree, "dtype": Dtype(tree["dtype"])})
 
 
-def best_gamma(folder: Path, otherwise: int = 2) -> int:
-    """The draft length that the run's report recommends."""
+def read_report(folder: Path) -> Report | None:
+    """Of a run, None where it has none yet."""
     report = folder / "report"
-    return Report.read(report).best.gamma if (report / MANIFEST).is_file() else otherwise
+    return Report.read(report) if (report / MANIFEST).is_file() else None
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Chat:
     system_prompt: str
     out: Console
     notes: Console
+    cost: Cost | None = None  # of the pair's steps, for drafts by cost
     history: list[dict[str, str]] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     seconds: float = 0.0
@@ -101,8 +104,14 @@ class Chat:
         self.capacity = min(self.pair.decoder.target.capacity, *filter(None, longest))
         self._rng = torch.Generator().manual_seed(self.settings.seed)
         self._decoder, self._gamma = self.pair.decoder, self.settings.gamma
+        if self.settings.by_cost and self.cost is not None:
+            v = {int(width): value for width, value in self.cost.v.items()}
+            by_cost = self.pair.by_cost(self.cost.c, v, self._gamma)
+            self._decoder = by_cost or self._decoder
         if self.settings.gamma and self.settings.lookup:
-            self._decoder = self.pair.beside_lookup(self.settings.gamma)
+            self._decoder = self.pair.beside_lookup(
+                self._decoder, self.settings.gamma, self.settings.lookup
+            )
             self._gamma = max(self.settings.gamma, self.settings.lookup)
         stops = StopStrings(self.pair.target.tokenizer, self.settings.stop)
         self._decoder = replace(self._decoder, stop_strings=stops if stops.strings else None)
@@ -243,13 +252,16 @@ def run_chat(folder: Path, settings: ChatSettings, once: str | None = None) -> N
     with contextlib.suppress(ImportError):  # where there is one, lines can be edited and recalled
         import readline  # noqa: F401
     said = (
-        f"{target_of(folder).path} with the draft of {folder}: gamma {settings.gamma}, "
+        f"{target_of(folder).path} with the draft of {folder}: drafting "
+        f"{drafting(settings.gamma, by_cost=settings.by_cost)}, "
         f"temperature {settings.temperature:g}."
     )
     notes.print(Text(said, "dim"), soft_wrap=True)
     try:
         pair, system_prompt = load_pair(folder, settings)
-        chat = Chat(pair, settings, system_prompt, out, notes)
+        report = read_report(folder)
+        cost = None if report is None else report.cost
+        chat = Chat(pair, settings, system_prompt, out, notes, cost)
         chat.warm_up()
         if once is None:
             converse(chat)

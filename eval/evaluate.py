@@ -42,7 +42,7 @@ from data.chat import render_prompt
 from data.shards import read_split
 from data.suites import suite_prompts
 from eval.acceptance import Overlap, Text, mean_overlap, overlaps
-from eval.measure import AT_ONE, Question, best_of, check_estimate, decode_all, decoders
+from eval.measure import AT_ONE, Question, best_of, check_estimate, decode_all, ways_of
 from eval.pair import ModelPair, load_draft
 from eval.report import write_report
 from eval.speed import measure_cost, timed
@@ -53,6 +53,7 @@ from models.decoding.sampling import Sampling
 from models.load import Target, describe, set_threads
 
 MAX_PROMPT_TOKENS = 512
+GUESS = 0.1, {1: 1.0, 16: 1.5}  # c and v
 CATCHING_UP = (1, 2)  # tokens a draft reads at once: shapes to compile
 
 
@@ -82,7 +83,7 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     set_threads(config.runtime)
     torch.manual_seed(config.seed)
     settings = config.eval
-    longest = max(*settings.gammas, settings.lookup_gamma)
+    longest = max(*settings.gammas, settings.lookup_gamma, settings.by_cost)
     capacity = -(-(MAX_PROMPT_TOKENS + settings.max_new_tokens + longest) // 64) * 64
     models = ModelPair.load(config, run.draft / "model", capacity)
     questions = ask(config, models.target)
@@ -180,7 +181,8 @@ def warm_up(
         )
     start = time.perf_counter()
     by_length = sorted(questions, key=lambda question: len(question.prompt))
-    for decoder, gamma in [(models.decoder, 0), *decoders(models, config.eval)]:
+    guess = ways_of(models, config.eval, *GUESS)  # what pays is not known before
+    for decoder, gamma in [(models.decoder, 0), *((way.decoder, way.most) for way in guess)]:
         for question in (by_length[0], by_length[-1]):
             timed(
                 decoder,
@@ -249,11 +251,11 @@ def verdict(best: Result, with_lookup: Result | None, cost: Cost) -> str:
     )
     if best.speedup.median >= 1:
         return (
-            f"With this draft the target decodes {figures} as fast, {kind}, at gamma {best.gamma}."
-            + beside
+            f"With this draft the target decodes {figures} as fast, {kind}, drafting"
+            f" {best.drafting}." + beside
         )
     return (
-        f"This draft does not pay here: {figures} at its best gamma of {best.gamma} ({kind})."
+        f"This draft does not pay here: {figures} at its best, drafting {best.drafting} ({kind})."
         f" {best.acceptance_rate:.2f} of the tested tokens are accepted, and a drafted token costs"
         f" {cost.c:.2f} of a target step." + beside
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from conf.contracts import Cost, Rates, Result
+from conf.contracts import Cost, Rates, Result, drafting
 from conf.groups import EvalConfig
 from conf.schema import Config
 from conf.tracking import Tracker
@@ -38,6 +38,17 @@ class Setting(NamedTuple):
     beside_lookup: bool
     temperature: float
     gamma: int
+    by_cost: bool
+
+
+class Way(NamedTuple):
+    """A way of drafting: at most `most` tokens, whoever drafts; `gamma` names it in the report."""
+
+    decoder: Decoder
+    most: int
+    gamma: int
+    beside_lookup: bool = False
+    by_cost: bool = False
 
 
 @dataclass
@@ -52,12 +63,19 @@ class Decodings:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def decoders(models: ModelPair, settings: EvalConfig) -> list[tuple[Decoder, int]]:
-    """What is measured: the draft alone at each draft length, and beside prompt lookup."""
-    found = [(models.decoder, gamma) for gamma in settings.gammas]
+def ways_of(models: ModelPair, settings: EvalConfig, c: float, v: Mapping[int, float]) -> list[Way]:
+    """What is measured: the draft alone at each draft length and by these costs, and the last of
+    them beside prompt lookup.
+    """
+    found = [Way(models.decoder, gamma, gamma) for gamma in sorted(settings.gammas)]
+    by_cost = models.by_cost(c, v, settings.by_cost) if settings.by_cost else None
+    if by_cost is not None:
+        found.append(Way(by_cost, settings.by_cost, settings.by_cost, by_cost=True))
     if settings.lookup_gamma:
-        found.append((models.beside_lookup(max(settings.gammas)), settings.lookup_gamma))
-    return [(replace(decoder, rule=settings.verification), gamma) for decoder, gamma in found]
+        alone, gamma = found[-1], settings.lookup_gamma
+        decoder = models.beside_lookup(alone.decoder, alone.most, gamma)
+        found.append(Way(decoder, max(alone.most, gamma), gamma, beside_lookup=True))
+    return [way._replace(decoder=replace(way.decoder, rule=settings.verification)) for way in found]
 
 
 def decode_all(
@@ -65,8 +83,8 @@ def decode_all(
 ) -> Decodings:
     """Decode every prompt at every setting, autoregressive and speculative runs taking turns."""
     settings = config.eval
-    measured = decoders(models, settings)
-    num_alone = len(settings.gammas)
+    measured = ways_of(models, settings, cost.c, {int(k): v for k, v in cost.v.items()})
+    num_alone = sum(not way.beside_lookup for way in measured)
     pairs: dict[tuple[Setting, str], list[Pair]] = defaultdict(list)
     found = Decodings()
     visits = list(product(settings.temperatures, range(settings.repeats), enumerate(questions)))
@@ -74,7 +92,7 @@ def decode_all(
     with tracker.progress("evaluate: decoding", total, "outputs") as bar:
         for temperature, repeat, (number, question) in visits:
             seed = config.seed + 1000 * repeat + number
-            plain = _decode(models.decoder, question, 0, temperature, config, seed)
+            plain = _decode(models.decoder, 0, question, temperature, config, seed)
             bar.advance()
             if temperature == 1.0:
                 found.answers.append(
@@ -83,10 +101,10 @@ def decode_all(
             # another order for every prompt: no setting is always measured right after the baseline
             for place in range(len(measured)):
                 index = (place + number) % len(measured)
-                decoder, gamma = measured[index]
-                fast = _decode(decoder, question, gamma, temperature, config, seed)
+                way = measured[index]
+                fast = _decode(way.decoder, way.most, question, temperature, config, seed)
                 bar.advance()
-                setting = Setting(index >= num_alone, temperature, gamma)
+                setting = Setting(way.beside_lookup, temperature, way.gamma, way.by_cost)
                 for category in (ALL, question.category):
                     pairs[setting, category].append(Pair(plain, fast))
                 is_shown = repeat == 0 and number % settings.prompts_per_category == 0
@@ -99,7 +117,7 @@ def decode_all(
 
 
 def _decode(
-    decoder: Decoder, question: Question, gamma: int, temperature: float, config: Config, seed: int
+    decoder: Decoder, gamma: int, question: Question, temperature: float, config: Config, seed: int
 ) -> Decoded:
     return timed(
         decoder,
@@ -130,6 +148,7 @@ def _result(
         category=category,
         temperature=setting.temperature,
         gamma=setting.gamma,
+        by_cost=setting.by_cost,
         acceptance_rate=counts.acceptance_rate,
         acceptance_length=counts.acceptance_length,
         acceptance_length_histogram=counts.calls_by_length,
@@ -168,7 +187,7 @@ def _sample(
         "prompt": question.text,
         "category": question.category,
         "temperature": setting.temperature,
-        "gamma": setting.gamma,
+        "drafting": drafting(setting.gamma, by_cost=setting.by_cost),
         "tokens": [asdict(piece) for piece in tokens],
     }
 

@@ -110,7 +110,7 @@ def break_even_acceptance(cost: Cost, gamma: int) -> float | None:
 
 def budgets(report: Report) -> list[Budget]:
     """Step cost and break-even acceptance of every draft length whose v was measured."""
-    rows = pooled(report.results)
+    rows = [row for row in pooled(report.results) if not row.by_cost]
     found = []
     for gamma in sorted({1, *(row.gamma for row in rows)}):
         alpha = break_even_acceptance(report.cost, gamma)

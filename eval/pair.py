@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter, LookupDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.kernels import use_kernel
-from models.decoding.length import StopBelow
+from models.decoding.length import Calibration, CostAware, StopBelow
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
 from models.draft import read_hot_ids
@@ -36,6 +37,7 @@ class ModelPair:
     hot_ids_H: Tensor | None
     drafter: ModelDrafter
     decoder: Decoder
+    calibration: Calibration | None
 
     @classmethod
     def load(cls, config: Config, folder: Path, capacity: int) -> ModelPair:
@@ -56,13 +58,29 @@ class ModelPair:
         )
         engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
         decoder = Decoder(engine, drafter, target.stop_ids)
-        return cls(target, model, draft, hot_ids_H, drafter, decoder)
+        calibration = Calibration.read(folder)
+        return cls(target, model, draft, hot_ids_H, drafter, decoder, calibration)
 
-    def beside_lookup(self, model_gamma: int) -> Decoder:
-        """The decoder with prompt lookup beside the draft, which drafts at most `model_gamma`."""
-        lookup = LookupDrafter(device=self.decoder.target.device)
-        drafter = CombinedDrafter(self.drafter, lookup, model_gamma=model_gamma)
+    def by_cost(self, c: float, v: Mapping[int, float], most: int) -> Decoder | None:
+        """The decoder with drafts of the shape that pays at these costs, of at most so many tokens;
+        None for a draft without calibration.
+        """
+        if self.calibration is None:
+            return None
+        drafter = copy(self.drafter)  # on the same engine: one text at a time
+        drafter.rule = CostAware(self.calibration, c, v, most_steps=most)
         return replace(self.decoder, drafter=drafter)
+
+    def beside_lookup(self, decoder: Decoder, model_gamma: int, lookup_gamma: int) -> Decoder:
+        """A decoder of this pair with prompt lookup beside its draft model; each drafts at most so
+        many tokens.
+        """
+        lookup = LookupDrafter(device=self.decoder.target.device)
+        assert isinstance(decoder.drafter, ModelDrafter)
+        drafter = CombinedDrafter(
+            decoder.drafter, lookup, model_gamma=model_gamma, lookup_gamma=lookup_gamma
+        )
+        return replace(decoder, drafter=drafter)
 
 
 def load_draft(

@@ -121,6 +121,10 @@ def _integers(axes: Axes, values: Sequence[int]) -> None:
     axes.set_xlim(min(values) - 0.5, max(values) + 0.5)
 
 
+def _by_length(row: Result) -> tuple[bool, int]:
+    return row.by_cost, row.gamma
+
+
 def speedup_by_gamma(report: Report) -> Figure | None:
     """Measured and predicted speedup against draft length, all prompts, by temperature."""
     rows = pooled(report.results)
@@ -130,13 +134,15 @@ def speedup_by_gamma(report: Report) -> Figure | None:
     axes = figure.subplots()
     temperatures = _temperatures(rows)
     handles = []
+    ways = list(dict.fromkeys(row.drafting for row in sorted(rows, key=_by_length)))
     for temperature in temperatures:
         look = _look(report, temperature)
         shift = _side_by_side(temperatures, temperature, 0.14)
-        own = [row for row in rows if row.temperature == temperature]
-        gammas = [row.gamma + shift for row in own]
-        axes.plot(gammas, [r.speedup.median for r in own], color=look["color"], alpha=0.45)
-        for x, row in zip(gammas, own, strict=True):
+        own = sorted((row for row in rows if row.temperature == temperature), key=_by_length)
+        places = [ways.index(row.drafting) + shift for row in own]
+        fixed = [(x, r.speedup.median) for x, r in zip(places, own, strict=True) if not r.by_cost]
+        axes.plot(*zip(*fixed, strict=True), color=look["color"], alpha=0.45)
+        for x, row in zip(places, own, strict=True):
             y = row.speedup.median
             error = _reach(y, row.speedup.low, row.speedup.high)
             axes.errorbar(x, y, yerr=error, capsize=3, ms=6, **look)
@@ -145,7 +151,8 @@ def speedup_by_gamma(report: Report) -> Figure | None:
                 axes.plot(x, y, "o", mfc="none", mec=INK, ms=15, mew=1.4)
         handles.append(_handle(f"{temperature_label(temperature)}, measured", **look))
     axes.axhline(1.0, color=INK, lw=1, ls="--")
-    _integers(axes, [row.gamma for row in rows])
+    axes.set_xticks(range(len(ways)), ways)
+    axes.set_xlim(-0.5, len(ways) - 0.5)
     axes.set_xlabel("draft length gamma (most tokens proposed per target call)")
     axes.set_ylabel("speedup over plain decoding (times)")
     axes.set_title("Speedup by draft length, all prompts")
@@ -160,10 +167,10 @@ def speedup_by_gamma(report: Report) -> Figure | None:
 
 def by_prompt_category(report: Report) -> Figure | None:
     """Speedup and acceptance rate of each category at the recommended draft length."""
-    gamma = report.best.gamma
-    everything = [row for row in pooled(report.results) if row.gamma == gamma]
+    best = report.best
+    everything = [row for row in pooled(report.results) if row.drafts_like(best)]
     # slowest first, for the axis counts upwards
-    single = sorted(by_category(report.results, gamma=gamma), key=lambda row: row.speedup.median)
+    single = sorted(by_category(report.results, best), key=lambda row: row.speedup.median)
     if not single:
         return None
     temperatures = _temperatures([*single, *everything])
@@ -183,9 +190,9 @@ def by_prompt_category(report: Report) -> Figure | None:
     left.axvline(1.0, color=INK, lw=1, ls="--")
     left.set_yticks(range(len(order)), ["all prompts" if name == ALL else name for name in order])
     left.set(xlabel="speedup (times; dashed line: no gain)", ylabel="category of prompt")
-    left.set_title(f"Speedup at gamma {gamma}")
+    left.set_title(f"Speedup, drafting {best.drafting}")
     right.set_xlabel("acceptance rate (accepted / tested tokens)")
-    right.set_title(f"Acceptance rate at gamma {gamma}")
+    right.set_title(f"Acceptance rate, drafting {best.drafting}")
     handles = [_handle(temperature_label(t), **_look(report, t)) for t in temperatures]
     _legend_below(figure, [*handles, _handle(interval_label(report), marker="_", ms=12)])
     return figure
@@ -194,10 +201,10 @@ def by_prompt_category(report: Report) -> Figure | None:
 def acceptance_by_position(report: Report) -> Figure | None:
     """How far into a draft the target follows it, at the largest draft length measured."""
     rows = pooled(report.results)
-    gamma = max((row.gamma for row in rows), default=0)
-    rows = [row for row in rows if row.gamma == gamma]
     if not rows:
         return None
+    longest = max(rows, key=_by_length)
+    rows = [row for row in rows if row.drafts_like(longest)]
     figure = _figure()
     axes = figure.subplots()
     handles = []
@@ -209,10 +216,10 @@ def acceptance_by_position(report: Report) -> Figure | None:
         hollow = {**look, "mfc": "white", "ls": "--", "zorder": 2}
         axes.plot(positions, row.conditional_acceptance, **hollow)
         handles.append(_handle(temperature_label(row.temperature), **look))
-    _integers(axes, range(1, gamma + 1))
+    _integers(axes, range(1, max(len(row.position_acceptance) for row in rows) + 1))
     axes.set_ylim(0, 1)
     axes.set(xlabel="position in the draft (1 = first proposed token)", ylabel="share accepted")
-    axes.set_title(f"Acceptance by position in the draft, gamma {gamma}, all prompts")
+    axes.set_title(f"Acceptance by position in the draft, drafting {longest.drafting}")
     handles.append(_handle("accepted with all before it", ls="-"))
     handles.append(_handle("accepted when tested", ls="--"))
     _legend_below(figure, handles)
@@ -238,7 +245,7 @@ def tokens_per_target_call(report: Report) -> Figure | None:
     axes.grid(axis="x", visible=False)
     axes.set(xlabel="tokens committed by one target call", ylabel="share of target calls (%)")
     sampling = temperature_label(report.best.temperature)
-    axes.set_title(f"Tokens per target call, {sampling}, gamma {report.best.gamma}, all prompts")
+    axes.set_title(f"Tokens per target call, {sampling}, drafting {report.best.drafting}")
     mean = f"mean: acceptance length {report.best.acceptance_length:.2f} (plain decoding: 1)"
     _legend_below(figure, [_handle(mean, color=COLOURS[1], marker="v", ms=9)])
     return figure

@@ -61,9 +61,10 @@ COLUMNS = (
     Column(
         "gamma",
         "gamma",
-        "Draft length: tokens the draft proposes for each target call, at most; a draft ends early "
-        "behind a doubtful token when eval.stop_below is set.",
-        lambda r: str(r.gamma),
+        "Draft length: tokens the draft proposes for each target call, at most. By cost: a tree "
+        "(greedy) or chain that grows while a further token raises expected tokens per expected "
+        "time. Others end early behind a doubtful token when eval.stop_below is set.",
+        lambda r: r.drafting,
     ),
     Column(
         "speedup",
@@ -153,11 +154,10 @@ _TERMINAL = (  # what fits beside each other in a terminal
 def is_best(report: Report, row: Result) -> bool:
     """Whether `row` is the setting the report recommends."""
     best = report.best
-    return (row.category, row.temperature, row.gamma) == (
+    return (row.category, row.temperature) == (
         best.category,
         best.temperature,
-        best.gamma,
-    )
+    ) and row.drafts_like(best)
 
 
 def pooled(results: Sequence[Result]) -> list[Result]:
@@ -165,14 +165,14 @@ def pooled(results: Sequence[Result]) -> list[Result]:
     return sorted((r for r in results if r.category == ALL), key=lambda r: (r.temperature, r.gamma))
 
 
-def by_category(results: Sequence[Result], *, gamma: int | None = None) -> list[Result]:
-    """Rows of single categories, of one draft length when it is given."""
-    rows = (r for r in results if r.category != ALL and (gamma is None or r.gamma == gamma))
+def by_category(results: Sequence[Result], like: Result | None = None) -> list[Result]:
+    """Rows of single categories, all or those that drafted like another."""
+    rows = (r for r in results if r.category != ALL and (like is None or r.drafts_like(like)))
     return sorted(rows, key=lambda r: (r.category, r.temperature, r.gamma))
 
 
 def summary_table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows for the terminal: every pooled setting, then categories at the best gamma.
+    """Headers and rows for the terminal: every pooled setting, then categories at the best.
 
     The recommended row carries a star. Rows beside prompt lookup say so.
     """
@@ -182,7 +182,7 @@ def summary_table(report: Report) -> tuple[list[str], list[list[str]]]:
     shown = [
         *((row, " *" if is_best(report, row) else "") for row in pooled(report.results)),
         *((row, ", with lookup") for row in pooled(report.with_lookup)),
-        *((row, "") for row in by_category(report.results, gamma=report.best.gamma)),
+        *((row, "") for row in by_category(report.results, report.best)),
     ]
     for result, mark in shown:
         rates = result.tokens_per_second

@@ -102,10 +102,10 @@ def _introduction(report: Report, draft: Draft, publication: Publication) -> str
 
 def _summary(report: Report) -> str:
     expected, best, sampled = report.expected_acceptance, report.best, best_sampled(report)
-    rows = [("speedup, greedy", _speedup(best.speedup), f"drafting up to {best.gamma} at a time")]
+    rows = [("speedup, greedy", _speedup(best.speedup), f"drafting {best.drafting}")]
     if sampled is not None:
         name = f"speedup, sampled at temperature {sampled.temperature:g}"
-        rows.append((name, _speedup(sampled.speedup), f"drafting up to {sampled.gamma} at a time"))
+        rows.append((name, _speedup(sampled.speedup), f"drafting {sampled.drafting}"))
     rows += [
         ("tokens per target call, greedy", f"{best.acceptance_length:.2f}", "1 without a draft"),
         ("acceptance rate, greedy", f"{best.acceptance_rate:.1%}", "of the tested drafted tokens"),
@@ -162,19 +162,19 @@ def _at_temperature(report: Report, temperature: float) -> list[str]:
     name = "Greedy" if temperature == 0 else f"Sampled at temperature {temperature:g}"
     rows = [row for row in report.results if row.temperature == temperature]
     pooled = sorted((row for row in rows if row.category == POOLED), key=lambda row: row.gamma)
-    gamma = max(pooled or rows, key=lambda row: row.speedup.median).gamma
+    best = max(pooled or rows, key=lambda row: row.speedup.median)
     if temperature == report.best.temperature:
-        gamma = report.best.gamma
-    chosen = [row for row in rows if row.gamma == gamma]
+        best = report.best
+    chosen = [row for row in rows if row.drafts_like(best)]
     chosen.sort(key=lambda row: (row.category == POOLED, row.category))
     blocks = [
-        f"### {name}, drafting {_plural(gamma, 'token')}, by category",
+        f"### {name}, draft length {best.drafting}, by category",
         _table(["category", *COLUMNS], [(row.category, *_cells(row)) for row in chosen]),
     ]
     if len(pooled) > 1:
         blocks += [
             f"### {name}, all categories, by draft length",
-            _table(["draft length", *COLUMNS], [(str(row.gamma), *_cells(row)) for row in pooled]),
+            _table(["draft length", *COLUMNS], [(row.drafting, *_cells(row)) for row in pooled]),
         ]
     return blocks
 

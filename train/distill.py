@@ -32,6 +32,7 @@ from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
 from data.batches import Batch, collate
 from data.shards import Row, read_split
+from models.calibration import calibrate
 from models.draft import (
     DraftModel,
     choose_layers,
@@ -142,6 +143,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     if process_rank() == 0:
         model.export(run.draft / MODEL, target.tokenizer, export_dtype, hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
+        exported = load_folder(run.draft / MODEL, dtype=torch.float32, device=device)
+        calibrate(exported, hot_ids, validation).write(run.draft / MODEL)
         draft.num_bytes = sum(
             path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors")
         )

@@ -144,6 +144,15 @@ class ModelDrafter:
         shape = self.rule.shape(is_greedy=sampling.temperature == 0, is_chain=sampling.looks_back)
         return self._shaped(texts, most, sampling, uniform_BG, logits_B1H, shape)
 
+    def draws_trees(self, sampling: Sampling) -> bool:
+        """Whether drafts are trees of drawn candidates, which have a rule of verification of their
+        own.
+        """
+        if self.rule is None or sampling.temperature == 0:
+            return False
+        shape = self.rule.shape(is_greedy=False, is_chain=sampling.looks_back)
+        return shape.most_candidates > 1
+
     def _read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Catch up with the texts; logits after their last tokens."""
         for text, held in zip(texts, self._rows, strict=True):
@@ -187,11 +196,12 @@ class ModelDrafter:
         laws: list[Tensor] = []
         for step in range(gamma):
             if step:
-                places = [[length + step - 1] for length in lengths]
+                # rows that draft less have nothing to lose at the end of the cache
+                last = self.engine.capacity - 1
+                places = [[min(length + step - 1, last)] for length in lengths]
                 places_B1 = torch.tensor(places, device=self.engine.device)
-                logits_B1H = self._logits(
-                    ids[-1], places_B1, longest=longest + step, last_only=True
-                )
+                reached = min(longest + step, last + 1)
+                logits_B1H = self._logits(ids[-1], places_B1, longest=reached, last_only=True)
             if sampling.looks_back:
                 drafted = torch.cat(ids, 1) if ids else self._nothing.expand(len(texts), 0)
                 logits_B1H = self._penalised(logits_B1H, sampling, texts, drafted)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.nn.functional import one_hot, pad
 from models.decoding.sampling import Sampling
 from models.decoding.tree import Tree
 from models.decoding.verify import NOTHING
+
+if TYPE_CHECKING:
+    from models.decoding.draft_model import ModelDrafter
 
 
 class Proposal(NamedTuple):
@@ -153,13 +156,23 @@ class CombinedDrafter:
     """Lookup where the text repeats itself, the model elsewhere.
 
     A lookup costs nothing and may draft as many tokens as it is asked for; the model, whose steps
-    cost time and whose guesses are less certain, drafts at most `model_gamma`.
+    cost time and whose guesses are less certain, drafts at most `model_gamma`. With a
+    `lookup_gamma` a lookup drafts no more than that.
     """
 
-    def __init__(self, model: Drafter, lookup: LookupDrafter, *, model_gamma: int):
-        if model_gamma < 1:
-            raise ValueError(f"model_gamma={model_gamma}: use 1 or more.")
-        self.model, self.lookup, self.model_gamma = model, lookup, model_gamma
+    def __init__(
+        self,
+        model: ModelDrafter,
+        lookup: LookupDrafter,
+        *,
+        model_gamma: int,
+        lookup_gamma: int | None = None,
+    ):
+        for name, gamma in (("model_gamma", model_gamma), ("lookup_gamma", lookup_gamma)):
+            if gamma is not None and gamma < 1:
+                raise ValueError(f"{name}={gamma}: use 1 or more.")
+        self.model, self.lookup = model, lookup
+        self.model_gamma, self.lookup_gamma = model_gamma, lookup_gamma
 
     def reset(self, num_rows: int) -> None:
         """Both forget all texts."""
@@ -184,7 +197,10 @@ class CombinedDrafter:
         uniform_BN: Tensor,
     ) -> Proposal:
         """At most so many tokens after each text."""
-        found = self.lookup.draft(texts, most, sampling, uniform_BN)
+        least = most
+        if self.lookup_gamma is not None:
+            least = [min(own, self.lookup_gamma) for own in most]
+        found = self.lookup.draft(texts, least, sampling, uniform_BN)
         is_found = [False] * len(texts)
         if found.ids_BN.shape[1]:
             is_found = (found.ids_BN[:, 0] != NOTHING).tolist()
@@ -192,10 +208,15 @@ class CombinedDrafter:
             0 if known else min(own, self.model_gamma)
             for known, own in zip(is_found, most, strict=True)
         ]
-        if not any(rest):
-            return found
-        drafted = self.model.draft(texts, rest, sampling, uniform_BN)
-        return beside(found, drafted, is_found) if any(is_found) else drafted
+        drafted = Proposal.nothing(len(texts), self.lookup.device)
+        if any(rest):
+            drafted = self.model.draft(texts, rest, sampling, uniform_BN)
+        if not any(is_found):
+            return drafted
+        if drafted.trees is None and self.model.draws_trees(sampling):
+            # a row's output must not depend on what stands beside it, nor the rule it is judged by
+            drafted = drafted._replace(trees=[Tree() for _ in texts])
+        return beside(found, drafted, is_found) if any(rest) or drafted.trees else found
 
 
 def beside(found: Proposal, drafted: Proposal, is_found: Sequence[bool]) -> Proposal:

@@ -15,7 +15,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from conf.choices import Verification
 from models.decoding.counts import Counts
@@ -248,9 +248,11 @@ class Decoder:
         """The target's logits after each text and after each drafted token, shape B 1+G V."""
         device, width = self.target.device, proposal.ids_BN.shape[1]
         last_B1 = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
-        # what fills a width stands behind everything that is read, and is overwritten
-        filler = last_B1.new_zeros(len(rows), max(0, self.fixed_width - 1 - width))
-        fed_BT = torch.cat([last_B1, proposal.ids_BN.clamp(min=0), filler], 1)
+        # what fills a width is the last token again, read once more in its place (trees) or behind
+        # everything that is read (chains)
+        filler = last_B1.expand(-1, max(0, self.fixed_width - 1 - width))
+        ids_BN = proposal.ids_BN.where(proposal.ids_BN != NOTHING, last_B1)
+        fed_BT = torch.cat([last_B1, ids_BN, filler], 1)
         if branches is None:
             ends_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=device)
             positions_BT = ends_B1 - 1 + torch.arange(fed_BT.shape[1], device=device)
@@ -282,13 +284,13 @@ class Decoder:
             lineage_BNN = branches.sees_BTN[:, 1 : 1 + width]
             return greedy(likeliest_BT, ids_BN, branches.parents_BN, lineage_BNN)
         p = law(logits_BTV, sampling, "target", at)
-        if branches is not None:
-            assert q is not None, "the candidates of a tree are drawn"
-            given = (branches.parents_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
-            return tree(p, q, ids_BN, *given)
         if q is None:
             q = one_hot(ids_BN.clamp(min=0), p.shape[-1]).to(p.dtype)
             q = q.masked_fill((ids_BN == NOTHING).unsqueeze(-1), 0.0)
+        if branches is not None:
+            q = pad(q, (0, 0, 0, width + 1 - q.shape[1]))
+            given = (branches.parents_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
+            return tree(p, q, ids_BN, *given)
         verify = block if self.rule is Verification.block else chain
         return verify(p, q, ids_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
 
