@@ -22,6 +22,7 @@ from conf.run import Resume, Run, determined, process_rank, provenance
 from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import render_prompt, show_supervision
+from data.codec import VERSION, cut_at_mass, law_bytes
 from data.prepare import read_prompts
 from data.shards import Row, ShardError, read_shard, write_shard
 from models.decoding.autoregressive import Answer, Generator, Request
@@ -89,7 +90,7 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     `generate.max_gib` or the free disk space.
     """
     corpus = Corpus.read(run.corpus)
-    made_by = determined(config, "generate", "target", corpus=corpus.fingerprint)
+    made_by = determined(config, "generate", "target", corpus=corpus.fingerprint, codec=VERSION)
     folder = run.shared("lessons", made_by)
     if run.resume(folder, Lessons, made_by) is Resume.complete:
         lessons = Lessons.read(folder)
@@ -177,7 +178,7 @@ def _check_size(config: Config, jobs: list[Job], target: Target, folder: Path) -
     most = len(jobs) * settings.max_new_tokens
     if settings.record_prompts:
         most += sum(len(job.prompt) for job in jobs)
-    per_token = settings.top_k * (4 if target.config.vocab_size <= 2**16 else 6) + 8
+    per_token = law_bytes(settings.top_k, target.config.vocab_size) + 3  # and the token itself
     hidden = min(most, settings.warm_start_tokens) * target.config.hidden_size * 2
     gib = (most * per_token + hidden) / 2**30
     require(
@@ -275,7 +276,7 @@ def _answer_jobs(
                     "generate: one answer, what is learned between brackets: "
                     + _sample(target, answer)
                 )
-            writer.add(job.split, _row(job, answer))
+            writer.add(job.split, _row(job, answer, settings.mass))
             num_tokens += len(answer.tokens)
             bar.advance()
             now = time.perf_counter()
@@ -293,7 +294,7 @@ def _sample(target: Target, answer: Answer) -> str:
     return repr(show_supervision(target.tokenizer, text, len(answer.ids_MK)))
 
 
-def _row(job: Job, answer: Answer) -> Row:
+def _row(job: Job, answer: Answer, mass: float) -> Row:
     return Row(
         index=job.index,
         category=job.category,
@@ -301,7 +302,7 @@ def _row(job: Job, answer: Answer) -> Row:
         prompt=torch.tensor(answer.prompt),
         generated=torch.tensor(answer.tokens),
         top_ids=answer.ids_MK,
-        top_log_p=answer.log_probabilities_MK,
+        top_log_p=cut_at_mass(answer.log_probabilities_MK, mass),
         hidden=answer.hidden_ND,
     )
 

@@ -136,7 +136,7 @@ class Generator:
         top_UK = logits.topk(self.top_k, -1)
         check_finite(top_UK.values, "target")
         log_z_U1 = logits.logsumexp(-1, keepdim=True)
-        row.log_probabilities.extend((top_UK.values - log_z_U1).half().cpu())
+        row.log_probabilities.extend((top_UK.values - log_z_U1).cpu())
         row.ids.extend(top_UK.indices.int().cpu())
 
     def _step(self, rows: list[_Row | None]) -> None:
@@ -163,7 +163,7 @@ class Generator:
         ]
         temperature_B, uniform_B = torch.tensor(laws, device=logits_BV.device).T.contiguous()
         tokens_B = draw_mixed(logits_BV, temperature_B, uniform_B, top_BK, log_z_B1)
-        log_probabilities_BK = (top_BK.values - log_z_B1).half().cpu()
+        log_probabilities_BK = (top_BK.values - log_z_B1).cpu()
         ids_BK = top_BK.indices.int().cpu()
         for slot, (row, token) in enumerate(zip(rows, tokens_B.tolist(), strict=True)):
             if row is None:
