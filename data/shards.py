@@ -85,8 +85,9 @@ def write_shard(path: Path, rows: Sequence[Row], vocab_size: int) -> Shard:
         **encode(*join([(row.top_ids, row.top_log_p) for row in rows]), vocab_size),
     }
     hidden = [row.hidden for row in rows if row.hidden is not None]
-    if len(hidden) == len(rows):
-        tensors["hidden"] = torch.cat(hidden).bfloat16()
+    assert len(hidden) in (0, len(rows)), "rows with and without hidden states share no file"
+    if hidden:
+        tensors["hidden"] = torch.cat(hidden)
     metadata = {
         "format": str(VERSION),
         "vocab_size": str(vocab_size),
@@ -94,13 +95,18 @@ def write_shard(path: Path, rows: Sequence[Row], vocab_size: int) -> Shard:
     }
     content = save(tensors, {**metadata, "checksum": _checksum(tensors, metadata)})
     write_atomically(path, content)
+    return entry_of(path, rows, content)
+
+
+def entry_of(path: Path, rows: Sequence[Row], content: bytes) -> Shard:
+    """The manifest's entry for a file of these rows and bytes."""
     return Shard(
         file=path.name,
         sha256=hashlib.sha256(content).hexdigest(),
         num_rows=len(rows),
         num_tokens=sum(len(row.generated) for row in rows),
         num_bytes=len(content),
-        num_hidden_bytes=tensors["hidden"].nbytes if "hidden" in tensors else 0,
+        num_hidden_bytes=sum(row.hidden.nbytes for row in rows if row.hidden is not None),
     )
 
 
@@ -117,9 +123,8 @@ def check_shard(folder: Path, shard: Shard) -> None:
     path = folder / shard.file
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != shard.sha256:
         raise ShardError(
-            f"{path}: missing, cut short or changed since it was written. Remove this file and the"
-            " manifest.json beside it, and rerun stage=generate: only its rows are generated"
-            " again."
+            f"{path}: missing, cut short or changed since it was written. Rerun stage=generate:"
+            " only its answers are generated again."
         )
 
 
@@ -230,7 +235,8 @@ class ShardFile:
             raise
         except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as no:
             raise ShardError(
-                f"{self.path}: not a complete shard ({no}). Remove it and rerun stage=generate."
+                f"{self.path}: not a complete shard ({no}). stage=generate generates its answers"
+                " again."
             ) from None
 
 

@@ -162,7 +162,7 @@ def test_any_damage_stops_the_reading_of_a_split_before_its_first_row(tmp_path: 
     path, content = tmp_path / NAME, (tmp_path / NAME).read_bytes()
     for place in (*range(0, len(content), 97), len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ShardError, match=f"{NAME}: .*rerun stage=generate"):
+        with pytest.raises(ShardError, match=f"{NAME}: .*Rerun stage=generate"):
             next(read_split(tmp_path, split_of([good, shard])))
         path.write_bytes(content[:place])
         with pytest.raises(ShardError, match=NAME):
