@@ -33,7 +33,8 @@ class SourceConfig:
 
     kind: SourceKind = SourceKind.file
     category: str = "chat"
-    # package, file: the file; hub: dataset id; reasoning: generators, by commas; stdlib: which
+    # package, file: the file, or a folder of them; hub: dataset id; reasoning: generators, by
+    # commas; stdlib: which
     path: str = ""
     package: str = ""  # distribution that ships `path`; for reasoning: reasoning-gym
     records: str = ""  # inside a .json file, as `data.*.question`; `*` is every item or value
