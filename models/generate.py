@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from transformers import PreTrainedModel
 
 from conf.contracts import Corpus, Lessons
 from conf.run import Resume, Run, determined, process_rank, provenance
@@ -94,7 +95,7 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
 def _answer_jobs(
     config: Config,
     target: Target,
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     jobs: list[Job],
     done: set[int],
     folder: Path,
@@ -108,30 +109,66 @@ def _answer_jobs(
     missing = [job for job in mine if job.index not in done]
     if not missing:
         return 0.0, 0
-    capacity = max(len(job.prompt) for job in missing) + settings.max_new_tokens
-    engine = Engine(
-        model,  # type: ignore[arg-type]
-        num_rows=min(settings.batch_size, len(missing)),
+    generator = open_generator(config, target, model, missing)
+    writer = Writer(folder, target.config.vocab_size, settings.rows_per_shard, rank)
+    num_tokens = 0
+    start = last = time.perf_counter()
+    with tracker.progress("generate", len(mine), "answers") as bar:
+        bar.advance(len(mine) - len(missing))
+        for answer in record(config, generator, missing, writer):
+            if num_tokens == 0:
+                tracker.message(
+                    "generate: one answer, what is learned between brackets: "
+                    + _sample(target, answer)
+                )
+            num_tokens += len(answer.tokens)
+            bar.advance()
+            now = time.perf_counter()
+            if now - last > REPORT_SECONDS:
+                last = now
+                values = {"tokens": num_tokens, "tokens_per_second": num_tokens / (now - start)}
+                tracker.event("generate", values, step=num_tokens)
+    generator.close()
+    return time.perf_counter() - start, num_tokens
+
+
+def open_generator(
+    config: Config,
+    target: Target,
+    model: PreTrainedModel,
+    jobs: Sequence[Job],
+    engine_class: type[Engine] = Engine,
+) -> Generator:
+    """What answers these jobs; it has read already what all their prompts begin with."""
+    settings = config.generate
+    capacity = max(len(job.prompt) for job in jobs) + settings.max_new_tokens
+    engine = engine_class(
+        model,
+        num_rows=min(settings.batch_size, len(jobs)),
         capacity=-(-capacity // 64) * 64,
         # a shallow model is compiled whole, and then the hook that keeps hidden states may not run
         compiled=config.runtime.compile and target.config.num_hidden_layers > SHALLOW,
     )
-    engine.share([job.prompt for job in missing])
-    generator = Generator(
+    engine.share([job.prompt for job in jobs])
+    return Generator(
         engine,
         stop_ids=target.stop_ids,
         max_new_tokens=settings.max_new_tokens,
         top_k=settings.top_k,
     )
-    writer = Writer(folder, target.config.vocab_size, settings.rows_per_shard, rank)
-    by_index = {job.index: job for job in missing}
-    # rows decoded together read as far back as the longest of them: alike lengths go together, long
-    # ones first
-    missing.sort(key=lambda job: -len(job.prompt))
-    num_tokens = 0
+
+
+def record(
+    config: Config, generator: Generator, jobs: Sequence[Job], writer: Writer
+) -> Iterator[Answer]:
+    """Answer the jobs and write what was recorded; yields each answer after that."""
+    settings = config.generate
+    by_index = {job.index: job for job in jobs}
 
     def requests() -> Iterator[Request]:
-        for job in missing:
+        # rows decoded together read as far back as the longest of them: alike lengths go together,
+        # long ones first
+        for job in sorted(jobs, key=lambda job: -len(job.prompt)):
             rng = torch.Generator().manual_seed(hash((config.seed, job.index)) % 2**63)
             uniforms = torch.rand(settings.max_new_tokens, generator=rng)
             yield Request(
@@ -143,27 +180,13 @@ def _answer_jobs(
                 record_prompt=settings.record_prompts and job.split == "train",
             )
 
-    start = last = time.perf_counter()
-    with tracker.progress("generate", len(mine), "answers") as bar:
-        bar.advance(len(mine) - len(missing))
-        for answer in generator.answer(requests()):
-            job = by_index[answer.index]
-            if num_tokens == 0:
-                tracker.message(
-                    "generate: one answer, what is learned between brackets: "
-                    + _sample(target, answer)
-                )
+    for answer in generator.answer(requests()):
+        job = by_index[answer.index]
+        with generator.recording:
             writer.add(job.split, _row(job, answer, settings.mass))
-            num_tokens += len(answer.tokens)
-            bar.advance()
-            now = time.perf_counter()
-            if now - last > REPORT_SECONDS:
-                last = now
-                values = {"tokens": num_tokens, "tokens_per_second": num_tokens / (now - start)}
-                tracker.event("generate", values, step=num_tokens)
-    writer.close()
-    generator.close()
-    return time.perf_counter() - start, num_tokens
+        yield answer
+    with generator.recording:
+        writer.close()
 
 
 def _sample(target: Target, answer: Answer) -> str:

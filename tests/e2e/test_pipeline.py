@@ -17,7 +17,9 @@ import pytest
 
 from conf.contracts import Corpus, Draft, Lessons, Manifest, Report, Result
 from data.shards import Row, check_shard, read_split
+from eval.bench_codec import codec
 from eval.bench_decode import decode
+from eval.bench_generate import generate
 from tests.commands import Place, tiny_place
 from tests.offline_wandb import OfflineRun, read_offline_runs
 
@@ -205,6 +207,36 @@ def test_the_decoder_is_measured_beside_transformers(finished: Finished) -> None
         assert 0 < row.low <= row.value <= row.high < math.inf
     assert rows["decode.efficiency"].value == finished.report.best.efficiency
     assert rows["decode.block_vs_chain"].value > 0.9
+
+
+# of what transformers imports for generation
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+def test_the_recording_is_measured_beside_transformers(finished: Finished) -> None:
+    lessons = [path.read_bytes() for path in sorted((finished.folder / "lessons").iterdir())]
+    rows = {row.name: row for row in generate(finished.folder, finished.place.outputs)}
+    assert list(rows) == [
+        f"generate.{name}" for name in ("vs_hf", "forward_share", "recording_cost")
+    ]
+    ratio, forward, recording = (row.value for row in rows.values())
+    assert ratio is not None and forward is not None and recording is not None
+    assert 0 < ratio < math.inf
+    assert 0 < forward < 1 and 0 < recording < 1 and forward + recording < 1
+    now = [path.read_bytes() for path in sorted((finished.folder / "lessons").iterdir())]
+    assert now == lessons  # it writes elsewhere
+
+
+def test_the_codec_is_measured_on_the_recording(finished: Finished) -> None:
+    rows = {row.name: row for row in codec(finished.folder, finished.place.outputs)}
+    assert list(rows) == [
+        f"codec.{name}" for name in ("bytes_per_token", "acceptance_lost", "read_rate")
+    ]
+    lessons = Lessons.read(finished.folder / "lessons")
+    assert rows["codec.bytes_per_token"].value == lessons.bytes_per_token
+    lost = rows["codec.acceptance_lost"]
+    assert lost.value is not None and lost.low is not None and lost.high is not None
+    assert -0.1 < lost.low <= lost.value <= lost.high < 0.1
+    rate = rows["codec.read_rate"].value
+    assert rate is not None and rate > 1
 
 
 def test_the_page_and_its_plots_are_there(finished: Finished) -> None:
