@@ -31,7 +31,10 @@ from models.load import Target, device_of, load_model, open_target
 from models.recording import Writer
 
 COMMAND = "make bench"
-NUM_PROMPTS = 128
+NUM_PROMPTS = 64
+# half of the prompts, as in a long recording: rows that have ended are replaced, and the rows of a
+# step have prompts of like lengths
+BATCH_SIZE = 32
 PEER_BATCH_SIZES = (16, 32, 64)
 TRIAL_TOKENS = 16  # of each prompt in a warm-up, and while the peer's batch size is chosen
 
@@ -85,7 +88,10 @@ class Bench:
         """The target and first prompts of a run; raises ContractError when it has no recording."""
         lessons = Lessons.read(folder / "lessons")
         settings = GenerateConfig(**lessons.determined_by["generate"])
-        config = Config(target=target_of(folder), generate=settings)
+        config = Config(
+            target=target_of(folder),
+            generate=replace(settings, batch_size=min(BATCH_SIZE, settings.batch_size)),
+        )
         rows = sorted(
             read_split(folder / "lessons", lessons.splits["train"]), key=lambda row: row.index
         )
