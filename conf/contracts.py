@@ -139,6 +139,7 @@ class Shard:
     num_rows: int
     num_tokens: int  # generated (supervised) tokens
     num_bytes: int
+    num_hidden_bytes: int = 0  # of these: hidden states for the warm start
 
 
 @dataclass(kw_only=True)
@@ -162,9 +163,9 @@ class Lessons(Manifest):
     target: dict[str, Any]  # name, vocab_size, num_layers, hidden_size, parameters, dtype
     splits: dict[str, SplitLessons]  # train, validation
     num_skipped_prompts: int  # longer than generate.max_prompt_tokens
-    top_k: int
+    top_k: int  # recorded ids of a position, at most
     mean_recorded_mass: float  # probability the recorded ids cover, averaged over positions
-    bytes_per_token: float  # of recorded distributions
+    bytes_per_token: float  # all bytes but those of hidden states, for each recorded distribution
     tokens_per_second: float
     seconds: float
 

@@ -33,7 +33,8 @@ class SourceConfig:
 
     kind: SourceKind = SourceKind.file
     category: str = "chat"
-    # package, file: the file; hub: dataset id; reasoning: generators, by commas; stdlib: which
+    # package, file: the file, or a folder of them; hub: dataset id; reasoning: generators, by
+    # commas; stdlib: which
     path: str = ""
     package: str = ""  # distribution that ships `path`; for reasoning: reasoning-gym
     records: str = ""  # inside a .json file, as `data.*.question`; `*` is every item or value
@@ -124,7 +125,9 @@ class GenerateConfig:
     max_new_tokens: int = 192
     max_prompt_tokens: int = 224
     batch_size: int = 128  # rows decoded together
-    top_k: int = 48  # recorded ids per position
+    # recorded of a position: its likeliest ids until they hold this probability, at most so many
+    mass: float = 0.95
+    top_k: int = 32
     # also record the laws of a training prompt's own tokens, which reading it computes: more to
     # learn from for little
     record_prompts: bool = True
@@ -144,6 +147,13 @@ class GenerateConfig:
         for key in ("max_new_tokens", "max_prompt_tokens", "batch_size", "top_k", "rows_per_shard"):
             value = getattr(self, key)
             require(value >= 1, f"generate.{key}", value, "it must be positive", "Use 1 or more")
+        require(
+            0 < self.mass <= 1,
+            "generate.mass",
+            self.mass,
+            "it is the probability that recorded ids are to hold",
+            "Use more than 0 and up to 1; 1 records generate.top_k ids of every position",
+        )
         require(
             self.answers_per_prompt >= 1,
             "generate.answers_per_prompt",

@@ -81,11 +81,11 @@ def _validate_source(key: str, source: SourceConfig) -> None:
     )
     if source.kind is SourceKind.file:
         require(
-            Path(source.path).is_file(),
+            bool(source.path) and Path(source.path).exists(),
             f"{key}.path",
             repr(source.path),
             "there is no such file",
-            "Give a readable file",
+            "Give a readable file or folder",
         )
     if source.kind in (SourceKind.package, SourceKind.reasoning):
         require_package(key, source.package)

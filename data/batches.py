@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data.codec import join
 from data.shards import Row
 
 
@@ -35,7 +36,7 @@ class Batch:
     supervised_N: Tensor  # indices into T
     next_N: Tensor  # ids that follow
     top_ids_NK: Tensor
-    top_log_p_NK: Tensor
+    top_log_p_NK: Tensor  # -inf where a law has fewer than K ids
 
     @property
     def num_supervised(self) -> int:
@@ -77,6 +78,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments.append(torch.full((length,), number))
         supervised.append(torch.arange(offset + length - row.num_laws, offset + length))
         offset += length
+    top_ids_NK, top_log_p_NK = join([(row.top_ids, row.top_log_p) for row in rows])
     return Batch(
         rows=[row.index for row in rows],
         tokens_T=torch.cat(tokens),
@@ -84,8 +86,8 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments_T=torch.cat(segments),
         supervised_N=torch.cat(supervised),
         next_N=torch.cat([torch.cat([row.prompt, row.generated])[-row.num_laws :] for row in rows]),
-        top_ids_NK=torch.cat([row.top_ids for row in rows]),
-        top_log_p_NK=torch.cat([row.top_log_p for row in rows]),
+        top_ids_NK=top_ids_NK,
+        top_log_p_NK=top_log_p_NK,
     )
 
 

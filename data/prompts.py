@@ -16,7 +16,8 @@ from conf.contracts import ContractError, Prompt
 from conf.errors import ConfigError
 from conf.groups import SourceConfig
 from conf.run import write_atomically
-from data.sources import Numbered, Record, held_out, missing_column, read_records
+from data.files import Record, missing_column
+from data.sources import Numbered, held_out, read_records
 from data.text import normalise, shorten
 
 ROLES = {"human": "user", "gpt": "assistant"}  # names that ShareGPT files use

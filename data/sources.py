@@ -7,26 +7,23 @@ text is read where it is installed.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
 import importlib
 import importlib.metadata
 import itertools
-import json
 import platform
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from conf.choices import SourceKind
 from conf.errors import ConfigError, require
 from conf.groups import SourceConfig
 from conf.validate import require_package
 from data import stdlib
+from data.files import Record, files_of, missing_column, read_files
 
-Record = dict[str, Any]
 Numbered = tuple[
     int, Record
 ]  # a record and its number in the source, which stays its own whatever the order
@@ -70,17 +67,11 @@ def held_out(key: str, source: SourceConfig) -> dict[str, set[Any]]:
     values: dict[str, set[Any]] = {}
     for path, column in source.exclude.items():
         place = f"{key}.exclude"
-        for record in parse(place, locate(place, source, path), source.records):
+        for record in read_files(place, locate(place, source, path), source.records):
             if column not in record:
                 raise ConfigError(missing_column(place, column, record))
             values.setdefault(column, set()).add(record[column])
     return values
-
-
-def missing_column(key: str, column: str, record: Record) -> str:
-    """The sentence for a column that a record lacks."""
-    there = ", ".join(sorted(map(str, record))) or "none"
-    return f"{key}={column}: the records have no such column. Use one of those there are: {there}."
 
 
 def _numbered(records: Iterable[Record], source: SourceConfig) -> Iterator[Numbered]:
@@ -93,11 +84,11 @@ def _numbered(records: Iterable[Record], source: SourceConfig) -> Iterator[Numbe
 
 
 def _from_file(key: str, source: SourceConfig) -> Iterator[Record]:
-    return parse(f"{key}.path", locate(f"{key}.path", source, source.path), source.records)
+    return read_files(f"{key}.path", locate(f"{key}.path", source, source.path), source.records)
 
 
 def locate(key: str, source: SourceConfig, path: str) -> Path:
-    """Where the file lies on this machine; raises ConfigError when there is none."""
+    """Where the file or folder lies on this machine; raises ConfigError when there is none."""
     if source.kind is SourceKind.package:
         require_package(key.rpartition(".")[0], source.package)
         for entry in importlib.metadata.files(source.package) or ():
@@ -119,111 +110,9 @@ def locate(key: str, source: SourceConfig, path: str) -> Path:
             "See `pip show -f` for those it ships",
         )
     found = Path(path)
-    require(found.is_file(), key, repr(path), "there is no such file", "Give a readable file")
+    way_out = "Give a readable file or folder"
+    require(bool(path) and found.exists(), key, repr(path), "there is no such file", way_out)
     return found
-
-
-def parse(key: str, path: Path, where: str = "") -> Iterator[Record]:
-    """Records of a .jsonl, .json, .csv or .txt file, each also compressed as .gz; text has one
-    prompt per line.
-    """
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    with _open_text(path) as file:
-        try:
-            if suffix == ".jsonl":
-                yield from _parse_lines(key, path, file)
-            elif suffix == ".json":
-                yield from _walk(key, json.load(file), where)
-            elif suffix == ".csv":
-                yield from csv.DictReader(file)
-            elif suffix == ".txt":
-                yield from ({"prompt": line.strip()} for line in file if line.strip())
-            else:
-                require(
-                    False,
-                    key,
-                    path.name,
-                    "the format is unknown",
-                    "Use a .jsonl, .json, .csv or .txt file, or one of them as .gz",
-                )
-        except json.JSONDecodeError as broken:
-            raise ConfigError(
-                f"{key}={path.name}: line {broken.lineno} is no JSON ({broken.msg}). "
-                "Correct the line or give another file."
-            ) from None
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as broken:
-            raise ConfigError(
-                f"{key}={path.name}: it cannot be read as UTF-8 text ({broken}). Give another file."
-            ) from None
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _parse_lines(key: str, path: Path, lines: Iterable[str]) -> Iterator[Record]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as broken:
-            raise ConfigError(
-                f"{key}={path.name}: line {number} is no JSON ({broken.msg}). "
-                "Correct the line or give another file."
-            ) from None
-        yield _as_record(key, path.name, record)
-
-
-def _walk(key: str, tree: Any, where: str) -> Iterator[Record]:
-    """Every node of the JSON tree that the dotted path `where` leads to; without a path, the items
-    of a list.
-    """
-    nodes = [tree] if where or isinstance(tree, dict) else list(tree)
-    for step in filter(None, where.split(".")):
-        if step == "*":
-            nodes = [
-                child
-                for node in nodes
-                for child in (node.values() if isinstance(node, dict) else node)
-            ]
-            continue
-        present = [node for node in nodes if isinstance(node, dict) and step in node]
-        if nodes and not present:
-            raise ConfigError(
-                missing_column(
-                    key.replace(".path", ".records"),
-                    step,
-                    nodes[0] if isinstance(nodes[0], dict) else {},
-                )
-            )
-        nodes = [node[step] for node in present]
-    for node in nodes:
-        yield _as_record(key, where or "its list", node)
-
-
-def _as_record(key: str, place: str, node: Any) -> Record:
-    """An object is a record; a text, or a list of texts or of messages that one person sent in a
-    row, is a `prompt`.
-    """
-    if isinstance(node, dict):
-        return node
-    if isinstance(node, str):
-        return {"prompt": node}
-    if isinstance(node, list):
-        texts = [
-            part.get("text", part.get("content")) if isinstance(part, dict) else part
-            for part in node
-        ]
-        spoken = [text.strip() for text in texts if isinstance(text, str)]
-        if spoken and len(spoken) == len(texts):
-            return {"prompt": " ".join(spoken)}
-    raise ConfigError(
-        f"{key}={place}: a record is {type(node).__name__} {str(node)[:40]!r}, where an object "
-        "with columns or a text is needed. Say with `records` where the records are in the file."
-    )
 
 
 # ---------------------------------------------------------------- what is no file
@@ -297,7 +186,8 @@ def digest(key: str, source: SourceConfig) -> str:
     if source.kind is SourceKind.file:
         sha256 = hashlib.sha256()
         for path in (source.path, *sorted(source.exclude)):
-            sha256.update(locate(f"{key}.path", source, path).read_bytes())
+            for file in files_of(f"{key}.path", locate(f"{key}.path", source, path)):
+                sha256.update(file.read_bytes())
         return f"sha256 {sha256.hexdigest()[:16]}"
     require_package(key, source.package)
     return f"{source.package} {importlib.metadata.version(source.package)}"

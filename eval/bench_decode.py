@@ -26,6 +26,7 @@ from data.shards import read_split
 from eval.bench import Row
 from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
+from eval.plain import plain_generate
 from eval.speed import ratio_interval
 from models.decoding.autoregressive import Generator, Request
 from models.decoding.draft_model import ModelDrafter
@@ -87,29 +88,15 @@ class Bench:
         return len(tokens)
 
     def theirs(self, prompts: Sequence[Sequence[int]], *, sample: bool, **settings: object) -> int:
-        """The same by transformers' generate, prompts padded on the left; the number of tokens
-        that count.
-        """
-        longest = max(map(len, prompts))
-        pad = self.pair.target.tokenizer.pad_token_id or 0
-        ids_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
-        mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        torch.manual_seed(longest)
-        generate: Any = self.plain.generate
-        out = generate(
-            input_ids=ids_BT.to(self.plain.device),
-            attention_mask=mask_BT.to(self.plain.device),
-            do_sample=sample,
+        """The same by transformers' generate; the number of tokens that count."""
+        return plain_generate(
+            self.plain,
+            self.pair.target,
+            prompts,
             max_new_tokens=NUM_TOKENS,
-            pad_token_id=pad,
-            top_k=None,  # the whole law, as ours
-            eos_token_id=sorted(self.pair.target.stop_ids),
-            **({"temperature": 1.0, "top_p": 1.0} if sample else {}),
+            sample=sample,
             **settings,
         )
-        new = out[:, longest:].tolist()
-        stops = self.pair.target.stop_ids
-        return sum(next((i + 1 for i, t in enumerate(row) if t in stops), len(row)) for row in new)
 
 
 def decode(folder: Path, _outputs: Path) -> Iterator[Row]:

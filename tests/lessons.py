@@ -42,7 +42,7 @@ def made_up_row(
         prompt=torch.randint(vocab_size, (num_prompt,), generator=rng),
         generated=generated,
         top_ids=top.indices,
-        top_log_p=top.values.half().float(),
+        top_log_p=top.values,
         hidden=None if hidden is None else hidden.bfloat16(),
     )
 
@@ -88,7 +88,7 @@ def _row(answer: Answer) -> Row:
         prompt=torch.tensor(answer.prompt),
         generated=torch.tensor(answer.tokens),
         top_ids=answer.ids_MK.long(),
-        top_log_p=answer.log_probabilities_MK.float(),
+        top_log_p=answer.log_probabilities_MK,
         hidden=None if answer.hidden_ND is None else answer.hidden_ND.clone().bfloat16(),
     )
 

@@ -101,7 +101,8 @@ class Head:
             weight = math.log(len(self.cold_ids) / len(cold))
             log_z = torch.logaddexp(log_z, (features @ cold.T).float().logsumexp(-1) + weight)
         slots = self.slot_V[batch.top_ids_NK[part]]
-        hot = slots >= 0
+        # not the ids that fill up a shorter law
+        hot = (slots >= 0) & (batch.top_log_p_NK[part] != -math.inf)
         log_p = batch.top_log_p_NK[part].where(hot, ABSENT)
         log_q = (logits_nH.gather(-1, slots.clamp(min=0)) - log_z.unsqueeze(-1)).where(hot, ABSENT)
         return lump(log_p), lump(log_q)

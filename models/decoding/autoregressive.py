@@ -7,8 +7,10 @@ batching.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -49,6 +51,25 @@ class Answer:
 
 
 @dataclass
+class Stopwatch:
+    """Seconds spent in `with` blocks; what a device has yet to do when one ends is not seen."""
+
+    seconds: float = 0.0
+    _start: float = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+@dataclass
 class _Row:
     request: Request
     uniforms: list[float]
@@ -64,13 +85,17 @@ class _Row:
 
 
 class Generator:
-    """Answers requests, `engine.cache.num_rows` at a time; finished rows are replaced."""
+    """Answers requests, `engine.cache.num_rows` at a time; finished rows are replaced.
+
+    `recording` counts what finding and keeping the laws takes, of prompts and answers.
+    """
 
     def __init__(
         self, engine: Engine, *, stop_ids: frozenset[int], max_new_tokens: int, top_k: int
     ):
         self.engine, self.stop_ids = engine, stop_ids
         self.max_new_tokens, self.top_k = max_new_tokens, top_k
+        self.recording = Stopwatch()
         self._hidden = torch.empty(0)
         head = engine.model.get_output_embeddings()
         self._hook = head.register_forward_pre_hook(self._keep_hidden)
@@ -131,12 +156,13 @@ class Generator:
 
     def _record_prompt(self, row: _Row, logits_UV: Tensor, end: int) -> None:
         """Laws of a prompt's own tokens, which the call that read it computed anyway."""
-        logits = logits_UV[:end].float()
-        top_UK = logits.topk(self.top_k, -1)
-        check_finite(top_UK.values, "target")
-        log_z_U1 = logits.logsumexp(-1, keepdim=True)
-        row.log_probabilities.extend((top_UK.values - log_z_U1).half().cpu())
-        row.ids.extend(top_UK.indices.int().cpu())
+        with self.recording:
+            logits = logits_UV[:end].float()
+            top_UK = logits.topk(self.top_k, -1)
+            check_finite(top_UK.values, "target")
+            log_z_U1 = logits.logsumexp(-1, keepdim=True)
+            row.log_probabilities.extend((top_UK.values - log_z_U1).cpu())
+            row.ids.extend(top_UK.indices.int().cpu())
 
     def _step(self, rows: list[_Row | None]) -> None:
         """One more token for every row."""
@@ -151,7 +177,8 @@ class Generator:
     def _advance(self, rows: list[_Row | None], logits_BV: Tensor) -> None:
         """Draw one token per row and record the distribution it came from."""
         logits_BV = logits_BV.float()
-        top_BK = logits_BV.topk(self.top_k, -1)
+        with self.recording:  # drawing makes use of them, but would not need as many
+            top_BK = logits_BV.topk(self.top_k, -1)
         check_finite(
             top_BK.values.unsqueeze(1), "target", [row.num_cached if row else 0 for row in rows]
         )
@@ -162,13 +189,18 @@ class Generator:
         ]
         temperature_B, uniform_B = torch.tensor(laws, device=logits_BV.device).T.contiguous()
         tokens_B = draw_mixed(logits_BV, temperature_B, uniform_B, top_BK, log_z_B1)
-        log_probabilities_BK = (top_BK.values - log_z_B1).half().cpu()
-        ids_BK = top_BK.indices.int().cpu()
-        for slot, (row, token) in enumerate(zip(rows, tokens_B.tolist(), strict=True)):
+        for row, token in zip(rows, tokens_B.tolist(), strict=True):
+            if row is not None:
+                row.tokens.append(token)
+        with self.recording:
+            self._record(rows, top_BK.values - log_z_B1, top_BK.indices)
+
+    def _record(self, rows: list[_Row | None], log_p_BK: Tensor, ids_BK: Tensor) -> None:
+        log_p_BK, ids_BK = log_p_BK.cpu(), ids_BK.int().cpu()
+        for slot, row in enumerate(rows):
             if row is None:
                 continue
-            row.tokens.append(token)
-            row.log_probabilities.append(log_probabilities_BK[slot])
+            row.log_probabilities.append(log_p_BK[slot])
             row.ids.append(ids_BK[slot])
             if row.request.keep_hidden:
                 row.hidden.append(self._hidden[slot].cpu())

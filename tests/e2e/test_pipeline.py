@@ -1,20 +1,14 @@
 """The whole pipeline through its command, on a tiny target: what it leaves on disk and in W&B, what
-a second command does with it, what a killed one loses.
+a second command does with it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import random
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +17,16 @@ import pytest
 
 from conf.contracts import Corpus, Draft, Lessons, Manifest, Report, Result
 from data.shards import Row, check_shard, read_split
+from eval.bench_codec import codec
 from eval.bench_decode import decode
+from eval.bench_generate import generate
+from tests.commands import Place, tiny_place
 from tests.offline_wandb import OfflineRun, read_offline_runs
-from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 900  # a busy machine; each command takes seconds
 STAGES: dict[str, type[Manifest]] = {
     **{"corpus": Corpus, "lessons": Lessons, "draft": Draft, "report": Report}
 }
-LETTERS = "abcdefghijklmnoprstuvw"
 PNG = b"\x89PNG\r\n\x1a\n"
 REPORTED = {  # what the issue asks of report.json
     "": {"target", "draft", "cost", "expected_acceptance", "results", "best"},
@@ -49,86 +43,9 @@ REPORTED = {  # what the issue asks of report.json
 }
 
 
-def prompts(path: Path, category: str, number: int) -> str:
-    """Questions about words that do not exist, no two alike."""
-    rng = random.Random(category)
-    lines = []
-    for i in range(number):
-        words = ("".join(rng.choices(LETTERS, k=rng.randint(3, 6))) for _ in range(8))
-        lines.append(json.dumps({"prompt": f"{category} {i}: {' '.join(words)}?"}))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tiny target, prompts of two categories, and a recipe of a user's own that names them."""
-
-    folder: Path
-
-    @property
-    def outputs(self) -> Path:
-        return self.folder / "outputs"
-
-    def command(self, *overrides: str) -> list[str]:
-        """What is typed after `python`."""
-        flags = [each for each in overrides if each.startswith("-")]
-        rest = [each for each in overrides if not each.startswith("-")]
-        recipe = ["--config-dir", str(self.folder / "conf"), *flags, "experiment=tiny"]
-        return ["-m", "train", *recipe, f"outputs={self.outputs}", *rest]
-
-    def environment(self) -> dict[str, str]:
-        home = {f"WANDB_{name}_DIR": str(self.folder / "wandb") for name in ("CONFIG", "CACHE")}
-        return {**os.environ, **home, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-
-    def run(self, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """`python -m train`, which must leave with this code."""
-        return self.execute([sys.executable, *self.command(*overrides)], code)
-
-    def execute(self, command: list[str], code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-        assert done.returncode == code, done.stderr[-4000:]
-        return done
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("pipeline")
-    tiny_model(num_layers=4).save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
-    train = {name: prompts(folder / f"{name}.jsonl", name, 30) for name in ("chat", "code")}
-    suites = {name: prompts(folder / f"{name}_test.jsonl", f"test {name}", 3) for name in train}
-    for group, key, files in (("data", "sources", train), ("eval", "suites", suites)):
-        lines = ["defaults:", f"  - /schema/{group}/base@_here_", "  - _self_", f"{key}:"]
-        lines += [f"  {name}: {{category: {name}, path: {path}}}" for name, path in files.items()]
-        (folder / "conf" / group).mkdir(parents=True)
-        (folder / "conf" / group / "tiny.yaml").write_text("\n".join(lines) + "\n")
-    (folder / "conf" / "experiment").mkdir()
-    (folder / "conf" / "experiment" / "tiny.yaml").write_text(
-        f"""# @package _global_
-defaults:
-  - override /data: tiny
-  - override /eval: tiny
-  - override /target: hub
-  - override /objective: forward_kl
-  - _self_
-target: {{path: {folder / "target"}, dtype: float32}}
-data: {{num_train: 36, num_validation: 8}}
-draft: {{num_layers: 2}}
-generate: {{max_new_tokens: 32, batch_size: 4, rows_per_shard: 8}}
-optim: {{lr: 0.004, tokens_per_step: 512, evaluate_every: 4, num_epochs: 1}}
-eval: {{prompts_per_category: 2, max_new_tokens: 16, gammas: [1, 3]}}
-runtime: {{device: cpu, compile: false, train_dtype: float32}}
-"""
-    )
-    return Place(folder)
+    return tiny_place(tmp_path_factory.mktemp("pipeline"))
 
 
 @dataclass(frozen=True)
@@ -292,6 +209,36 @@ def test_the_decoder_is_measured_beside_transformers(finished: Finished) -> None
     assert rows["decode.block_vs_chain"].value > 0.9
 
 
+# of what transformers imports for generation
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+def test_the_recording_is_measured_beside_transformers(finished: Finished) -> None:
+    lessons = [path.read_bytes() for path in sorted((finished.folder / "lessons").iterdir())]
+    rows = {row.name: row for row in generate(finished.folder, finished.place.outputs)}
+    assert list(rows) == [
+        f"generate.{name}" for name in ("vs_hf", "forward_share", "recording_cost")
+    ]
+    ratio, forward, recording = (row.value for row in rows.values())
+    assert ratio is not None and forward is not None and recording is not None
+    assert 0 < ratio < math.inf
+    assert 0 < forward < 1 and 0 < recording < 1 and forward + recording < 1
+    now = [path.read_bytes() for path in sorted((finished.folder / "lessons").iterdir())]
+    assert now == lessons  # it writes elsewhere
+
+
+def test_the_codec_is_measured_on_the_recording(finished: Finished) -> None:
+    rows = {row.name: row for row in codec(finished.folder, finished.place.outputs)}
+    assert list(rows) == [
+        f"codec.{name}" for name in ("bytes_per_token", "acceptance_lost", "read_rate")
+    ]
+    lessons = Lessons.read(finished.folder / "lessons")
+    assert rows["codec.bytes_per_token"].value == lessons.bytes_per_token
+    lost = rows["codec.acceptance_lost"]
+    assert lost.value is not None and lost.low is not None and lost.high is not None
+    assert -0.1 < lost.low <= lost.value <= lost.high < 0.1
+    rate = rows["codec.read_rate"].value
+    assert rate is not None and rate > 1
+
+
 def test_the_page_and_its_plots_are_there(finished: Finished) -> None:
     plots = sorted((finished.folder / "report" / "plots").glob("*.png"))
     assert len(plots) >= 5
@@ -443,45 +390,7 @@ def test_publish_writes_a_folder_and_only_when_asked(finished: Finished) -> None
     }
 
 
-# ---------------------------------------------------------------- interrupted, and in parallel
-
-
-def wait_for(found: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + TIMEOUT
-    while not found():
-        assert process.poll() is None, "the command ended first"
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-
-
-def test_a_killed_generation_goes_on_without_duplicates(finished: Finished) -> None:
-    outputs = finished.place.folder / "killed"
-    folder = outputs / "main"
-    process = subprocess.Popen(
-        [sys.executable, *finished.place.command(f"outputs={outputs}", "tracker=none")],
-        cwd=ROOT,
-        env=finished.place.environment(),
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(lambda: any(folder.glob("lessons/*.safetensors")), process)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not (folder / "lessons" / "manifest.json").exists()
-    kept = {path.name: path.read_bytes() for path in folder.glob("lessons/*.safetensors")}
-    done = finished.place.run(f"outputs={outputs}", "tracker=none", "stage=generate")
-    assert "answers are on disk already, going on from there" in done.stderr
-    for name, content in kept.items():
-        assert (folder / "lessons" / name).read_bytes() == content
-    whole, continued = rows(finished.folder / "lessons"), rows(folder / "lessons")
-    assert len(continued) == len(whole)
-    assert {by_content(row) for row in continued} == {by_content(row) for row in whole}
-
-
-def by_content(row: Row) -> tuple[Any, ...]:
-    ids = (tuple(row.prompt.tolist()), tuple(row.generated.tolist()))
-    return row.index, row.category, row.temperature, *ids
+# ---------------------------------------------------------------- in parallel
 
 
 def test_two_processes_run_the_whole_pipeline(finished: Finished) -> None:

@@ -52,6 +52,17 @@ def test_a_supervised_position_holds_the_token_before_the_one_of_its_law(
     assert found == batch.num_supervised
 
 
+def test_laws_of_fewer_ids_are_filled_up_with_what_has_no_probability() -> None:
+    rows = [made_up_row(index, 3, 4, top_k=top_k) for index, top_k in enumerate((2, 6, 1))]
+    batch = collate(rows)
+    assert batch.top_ids_NK.shape == batch.top_log_p_NK.shape == (12, 6)
+    for number, row in enumerate(rows):
+        mine, num_ids = slice(4 * number, 4 * number + 4), row.top_ids.shape[1]
+        assert torch.equal(batch.top_ids_NK[mine, :num_ids], row.top_ids)
+        assert torch.equal(batch.top_log_p_NK[mine, :num_ids], row.top_log_p)
+        assert not batch.top_log_p_NK[mine, num_ids:].exp().any()
+
+
 def test_eos_is_supervised_though_it_is_the_padding_id_too() -> None:
     rows = [made_up_row(index, 3, 4, last=EOS) for index in range(3)]
     batch = collate(rows)

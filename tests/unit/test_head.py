@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.choices import Divergence
@@ -81,6 +83,30 @@ def test_gradient_is_autograds_through_a_dense_head(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert sums.loss == pytest.approx(float(loss.detach()), rel=1e-5)  # not scaled: it is shown
     assert sums.count == batch.num_supervised
+
+
+@pytest.mark.parametrize("hot", [None, HOT], ids=["all hot", "some hot"])
+@pytest.mark.parametrize("name", list(Divergence))
+def test_ids_that_fill_up_a_law_change_nothing(
+    batch: Batch, name: Divergence, hot: Tensor | None
+) -> None:
+    """Laws of fewer ids end in id 0 of no probability, where q has some, and a recorded one too."""
+    objective = divergence(ObjectiveConfig(divergence=name), 0.0)
+    x, of = features(batch), head(hot)
+    num = batch.num_supervised
+    batch.top_ids_NK[: num // 2, 0] = 0
+    longer = dataclasses.replace(
+        batch,
+        top_ids_NK=pad(batch.top_ids_NK, (0, 3)),
+        top_log_p_NK=pad(batch.top_log_p_NK, (0, 3), value=-torch.inf),
+    )
+    (sums, ours), (expected_sums, expected) = (
+        of.backward(x, each, objective, scale=1.0, rng=rng()) for each in (longer, batch)
+    )
+    torch.testing.assert_close(ours, expected)
+    assert sums.loss == pytest.approx(expected_sums.loss)
+    assert sums.acceptance == pytest.approx(expected_sums.acceptance)
+    torch.testing.assert_close(of.acceptance(x, longer), of.acceptance(x, batch))
 
 
 def test_forward_kl_at_full_support_is_kl_over_the_vocabulary(batch: Batch) -> None:

@@ -1,4 +1,6 @@
-"""Recorded answers survive the disk exactly; a file that cannot be trusted is refused by name."""
+"""Recorded answers survive the disk, their laws as the codec has them; broken files are refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conf.contracts import Shard, SplitLessons
-from data.shards import Row, ShardError, check_shard, read_shard, read_split, write_shard
+from data.codec import UNRECORDED, cut_at_mass
+from data.shards import (
+    Row,
+    ShardError,
+    ShardFile,
+    check_shard,
+    read_shard,
+    read_split,
+    write_shard,
+)
 from tests.lessons import made_up_row
 
 NAME = "train-000-00007.safetensors"
@@ -33,7 +45,10 @@ def assert_same(found: Sequence[Row], written: Sequence[Row]) -> None:
     for one, other in zip(found, written, strict=True):
         for field in dataclasses.fields(Row):
             ours, theirs = getattr(one, field.name), getattr(other, field.name)
-            if isinstance(theirs, torch.Tensor):
+            if field.name == "top_log_p":  # within the codec's bound at these distances
+                assert ours.dtype is theirs.dtype
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0.15)
+            elif isinstance(theirs, torch.Tensor):
                 assert ours.dtype is theirs.dtype, field.name
                 assert torch.equal(ours, theirs), field.name
             else:
@@ -57,10 +72,63 @@ def test_rows_come_back_as_they_were_written(
     assert shard.num_bytes == (tmp_path / NAME).stat().st_size
 
 
-def test_ids_take_two_bytes_where_they_fit(tmp_path: Path) -> None:
-    small = write_shard(tmp_path / "small", rows(2**16), 2**16)
-    large = write_shard(tmp_path / "large", rows(2**16), 2**16 + 1)
-    assert large.num_bytes - small.num_bytes == pytest.approx(2 * 16 * 5, abs=8)
+def test_a_shard_says_what_hidden_states_take_of_it(tmp_path: Path) -> None:
+    plain = write_shard(tmp_path / "plain", rows(300), 300)
+    hidden = write_shard(tmp_path / "hidden", rows(300, 6), 300)
+    assert (plain.num_hidden_bytes, hidden.num_hidden_bytes) == (0, 8 * 6 * 2)
+    more = hidden.num_bytes - plain.num_bytes
+    assert hidden.num_hidden_bytes <= more < hidden.num_hidden_bytes + 100  # its name in the header
+
+
+def test_laws_of_different_lengths_share_a_shard(tmp_path: Path) -> None:
+    written = [
+        dataclasses.replace(row, top_log_p=cut_at_mass(row.top_log_p, mass))
+        for row, mass in zip(rows(300), (1.0, 0.3, 0.6), strict=True)
+    ]
+    write_shard(tmp_path / NAME, written, 300)
+    lengths = []
+    for found, row in zip(read_shard(tmp_path / NAME), written, strict=True):
+        there = row.top_log_p > UNRECORDED
+        lengths += there.sum(-1).tolist()
+        assert torch.equal(found.top_log_p > UNRECORDED, there)
+        assert torch.equal(found.top_ids[there], row.top_ids[there])
+    assert min(lengths) < max(lengths) == 5
+
+
+def test_a_row_and_a_law_are_read_without_the_others(tmp_path: Path) -> None:
+    """Other rows' bytes may be garbage."""
+    write_shard(tmp_path / NAME, rows(300, 4), 300)
+    file = ShardFile(tmp_path / NAME)
+    whole = file.rows()
+    assert len(file) == len(whole) == 3
+    for place, row in enumerate(whole):
+        assert_same(file.rows(place, place + 1), [row])
+        for number in range(row.num_laws):
+            ids_K, log_p_K = file.law(place, number)
+            assert torch.equal(ids_K, row.top_ids[number])
+            assert torch.equal(log_p_K, row.top_log_p[number])
+    assert_same(file.rows(1), whole[1:])
+    assert file.rows(2, 2) == []
+
+    content = bytearray((tmp_path / NAME).read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    where = json.loads(content[8:header])
+    for tensor in ("hidden", "second", "rest"):  # of the last law, and the hidden states before it
+        start, end = (header + offset for offset in where[tensor]["data_offsets"])
+        content[end - 1 if tensor != "hidden" else start] ^= 1
+    (tmp_path / NAME).write_bytes(content)
+    damaged = ShardFile(tmp_path / NAME)
+    assert_same(damaged.rows(1, 2), whole[1:2])
+    assert torch.equal(damaged.law(0, 2)[1], whole[0].top_log_p[2])
+    with pytest.raises(ShardError, match=f"{NAME}: .*checksum"):
+        damaged.check()
+
+
+def test_a_shard_of_the_first_format_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    old = {"row": torch.arange(2), "top_ids": torch.zeros(3, 4, dtype=torch.uint16)}
+    save_file(old, tmp_path / NAME, {"categories": '["chat"]'})
+    with pytest.raises(ShardError, match=f"{NAME}: recorded in format 1, .* name= to record again"):
+        read_shard(tmp_path / NAME)
 
 
 def test_a_split_is_read_in_the_order_of_its_manifest(tmp_path: Path) -> None:
@@ -94,7 +162,7 @@ def test_any_damage_stops_the_reading_of_a_split_before_its_first_row(tmp_path: 
     path, content = tmp_path / NAME, (tmp_path / NAME).read_bytes()
     for place in (*range(0, len(content), 97), len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ShardError, match=f"{NAME}: .*rerun stage=generate"):
+        with pytest.raises(ShardError, match=f"{NAME}: .*Rerun stage=generate"):
             next(read_split(tmp_path, split_of([good, shard])))
         path.write_bytes(content[:place])
         with pytest.raises(ShardError, match=NAME):
@@ -107,8 +175,9 @@ def test_any_damage_stops_the_reading_of_a_split_before_its_first_row(tmp_path: 
 
 
 def test_a_broken_file_without_a_manifest_is_a_shard_error_and_nothing_else(tmp_path: Path) -> None:
-    """Resumed generation reads shards that no manifest lists yet: cut, empty or garbled ones."""
-    write_shard(tmp_path / NAME, rows(300), 300)
+    """Resumed generation reads shards that no manifest lists yet: cut ones, any byte changed."""
+    written = rows(300, 4)
+    write_shard(tmp_path / NAME, written, 300)
     path, content = tmp_path / NAME, (tmp_path / NAME).read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     for length in (0, 5, header - 1, header, len(content) - 1):
@@ -116,27 +185,15 @@ def test_a_broken_file_without_a_manifest_is_a_shard_error_and_nothing_else(tmp_
         with pytest.raises(ShardError, match=NAME):
             read_shard(path)
     rng = random.Random(0)
-    num_refused = 0
-    for place in range(header):
+    for place in range(len(content)):
         garbled = bytearray(content)
-        garbled[place] = rng.randrange(256)
+        garbled[place] ^= 1 << rng.randrange(8)
         path.write_bytes(garbled)
-        try:
-            read_shard(path)
-        except ShardError as refused:
-            assert NAME in str(refused)
-            num_refused += 1
-    assert num_refused > header / 2
-    path.write_bytes(content)
-    for tensor in ("num_prompt", "num_generated", "category"):  # numbers that fit no tensor
-        start = header + offset_of(content[8:header], tensor)
-        path.write_bytes(content[:start] + b"\x7f\x7f" + content[start + 2 :])
+        if content[place : place + 1] == b" " and place < header:  # fills up the header
+            continue
         with pytest.raises(ShardError, match=NAME):
             read_shard(path)
     with pytest.raises(ShardError, match="absent"):
         read_shard(tmp_path / "absent")
-
-
-def offset_of(header: bytes, tensor: str) -> int:
-
-    return json.loads(header)[tensor]["data_offsets"][0]
+    path.write_bytes(content)
+    assert_same(read_shard(path), written)

@@ -11,13 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from conf.choices import SourceKind
 from conf.errors import ConfigError
 from conf.groups import SourceConfig
+from data.files import parse
 from data.prompts import Source
-from data.sources import count_known, digest, parse, read_records
+from data.sources import count_known, digest, read_records
 
 ROWS = [{"question": f"what is {n}", "passage": f"Title {n} -- about {n}"} for n in range(6)]
 
@@ -82,6 +85,36 @@ def test_json_text_and_csv(tmp_path: Path) -> None:
     assert list(parse("key", tmp_path / "a.json")) == [{"prompt": "x"}, {"prompt": "y"}]
     assert list(parse("key", tmp_path / "a.txt")) == [{"prompt": "one"}, {"prompt": "two"}]
     assert list(parse("key", tmp_path / "a.csv")) == [{"prompt": "'a b'", "other": "1"}]
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch by batch, nested columns as lists and objects."""
+    monkeypatch.setattr("data.files.BATCH_RECORDS", 2)
+    rows = [{**row, "messages": [{"role": "user", "content": row["question"]}]} for row in ROWS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert list(parse("key", tmp_path / "rows.parquet")) == rows
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(ConfigError, match="key=broken.parquet: it cannot be read as Parquet"):
+        list(parse("key", tmp_path / "broken.parquet"))
+
+
+def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    jsonl(tmp_path / "deeper" / "b.jsonl.gz", ROWS[2:4])
+    jsonl(tmp_path / "a.jsonl", ROWS[:2])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[4:]), tmp_path / "e.parquet")
+    (tmp_path / "README.md").write_text("not prompts")
+    config = SourceConfig(path=str(tmp_path), template="{question}")
+    assert texts(config) == [row["question"] for row in ROWS]
+    before = digest("data.sources.s", config)
+    jsonl(tmp_path / "deeper" / "b.jsonl.gz", ROWS[2:3])
+    assert digest("data.sources.s", config) != before
+
+
+def test_a_folder_without_a_readable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("not prompts")
+    with pytest.raises(ConfigError, match="no file in this folder can be read. Use .jsonl"):
+        texts(SourceConfig(path=str(tmp_path)))
 
 
 def test_records_inside_a_json_document(tmp_path: Path) -> None:
@@ -261,7 +294,8 @@ def test_a_bad_source_is_one_sentence(what: str) -> None:
         ("a.txt", b"\xff\xfe\x00", "cannot be read as UTF-8 text"),
         ("a.txt.gz", b"plain", "cannot be read as UTF-8 text"),
         ("a.txt", b"\n", "holds no record"),
-        ("a.parquet", b"x", "the format is unknown"),
+        ("a.parquet", b"x", "it cannot be read as Parquet"),
+        ("a.md", b"x", "the format is unknown. Use a .jsonl"),
     ],
 )
 def test_a_broken_file_is_one_sentence(

@@ -1,0 +1,159 @@
+"""The answers that are to be generated, and what recording them takes on disk, before anything is
+computed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from conf.contracts import Prompt
+from conf.errors import require
+from conf.groups import GenerateConfig
+from conf.run import Run
+from conf.schema import Config
+from data.chat import render_prompt
+from data.codec import law_bytes, width
+from data.prepare import read_prompts
+from models.load import Target
+from models.recording import SHARDS
+
+# in the order they are answered: without validation answers nothing can be selected
+SPLITS = ("validation", "train")
+# the share of generate.top_k ids that a mass of 0.95 takes, and of generate.max_new_tokens that an
+# answer has, as measured with the default target and prompts
+USUAL_IDS, USUAL_LENGTH = 0.6, 0.7
+ROW_BYTES, SHARD_BYTES = 32, 4096  # of what is kept once an answer, and of a file's header
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to generate. Its number in the list of jobs names it for good."""
+
+    index: int
+    split: str
+    category: str
+    prompt: list[int]
+    temperature: float
+    keep_hidden: bool
+
+
+def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]:
+    """Every answer to generate, in order, and the number of prompts left out as too long."""
+    jobs: list[Job] = []
+    num_skipped = 0
+    temperatures = config.generate.temperatures
+    room = config.generate.warm_start_tokens  # as if every answer were as long as it may be
+    for split in SPLITS:
+        for number, prompt in enumerate(read_prompts(run.corpus, split)):
+            ids = _render(target, prompt, config)
+            if len(ids) > config.generate.max_prompt_tokens:
+                num_skipped += 1
+                continue
+            for answer in range(config.generate.answers_per_prompt):
+                temperature = temperatures[(number + answer) % len(temperatures)]
+                room -= config.generate.max_new_tokens if split == "train" else 0
+                keep = split == "train" and room >= 0
+                jobs.append(Job(len(jobs), split, prompt.category, ids, temperature, keep))
+    for split in SPLITS:
+        require(
+            any(job.split == split for job in jobs),
+            "generate.max_prompt_tokens",
+            config.generate.max_prompt_tokens,
+            f"no {split} prompt is that short",
+            "Raise it, or use other data.sources",
+        )
+    return jobs, num_skipped
+
+
+def _render(target: Target, prompt: Prompt, config: Config) -> list[int]:
+    return render_prompt(target.tokenizer, prompt.messages, config.target.system_prompt)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of a recording: the most that it can take, and what it usually does."""
+
+    most: float
+    expected: float
+
+
+def size_of(jobs: Sequence[Job], settings: GenerateConfig, target: PretrainedConfig) -> Size:
+    """What the answers to these jobs take."""
+    bytes_of = [
+        _bytes(jobs, settings, target, share_of_ids, share_of_length)
+        for share_of_ids, share_of_length in ((1.0, 1.0), (USUAL_IDS, USUAL_LENGTH))
+    ]
+    return Size(*bytes_of)
+
+
+def _bytes(
+    jobs: Sequence[Job],
+    settings: GenerateConfig,
+    target: PretrainedConfig,
+    share_of_ids: float,
+    share_of_length: float,
+) -> float:
+    generated = settings.max_new_tokens * share_of_length
+    num_prompt = sum(len(job.prompt) for job in jobs)
+    num_laws = len(jobs) * generated
+    if settings.record_prompts:
+        num_laws += sum(len(job.prompt) for job in jobs if job.split == "train")
+    num_hidden = sum(job.keep_hidden for job in jobs) * generated
+    num_ids = round(settings.top_k * share_of_ids)
+    num_files = len(jobs) / settings.rows_per_shard + 2 * len(SPLITS)
+    return (
+        num_laws * law_bytes(num_ids, target.vocab_size)
+        + (num_prompt + len(jobs) * generated) * width(target.vocab_size) / 8
+        + num_hidden * target.hidden_size * 2
+        + len(jobs) * ROW_BYTES
+        + num_files * SHARD_BYTES
+    )
+
+
+def require_room(
+    config: Config,
+    jobs: Sequence[Job],
+    done: Collection[int],
+    target: PretrainedConfig,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Say what the recording takes. Raises ConfigError when that can be more than
+    `generate.max_gib`, or when what is missing can be more than the disk has free.
+    """
+    settings = config.generate
+    missing = [job for job in jobs if job.index not in done]
+    whole, left = size_of(jobs, settings, target), size_of(missing, settings, target)
+    expected = left.expected
+    if done:  # as large as those that are there
+        there = sum(path.stat().st_size for path in folder.glob(SHARDS))
+        expected = there / len(done) * len(missing)
+    require(
+        whole.most <= settings.max_gib * 2**30,
+        "generate.max_gib",
+        settings.max_gib,
+        f"up to {_gib(whole.most)} would be recorded",
+        "Raise it, or lower data.num_train, generate.max_new_tokens or generate.top_k",
+    )
+    free = shutil.disk_usage(folder).free
+    require(
+        left.most < free,
+        "outputs",
+        config.outputs,
+        f"up to {_gib(left.most)} would be recorded, {_gib(free)} are free",
+        "Make room",
+    )
+    if missing:
+        say(
+            f"generate: {len(missing)} answers to record, about {_gib(expected)}, at most"
+            f" {_gib(left.most)}; {_gib(free)} are free."
+        )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
