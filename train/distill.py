@@ -4,7 +4,6 @@ layers from it.
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -47,10 +46,12 @@ from models.load import (
     load_folder,
     load_model,
     open_target,
+    release_freed,
     set_threads,
 )
 from models.vocab import require_same_tokenizer
 from train.checkpoint import BEST, STATE, load_state
+from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
 
@@ -105,18 +106,21 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
     for row in train:
         row.hidden = None
+    release_freed()
     trainer = Trainer(config, model, head, train, validation)
-    chosen = config.target.dtype
-    export_dtype = torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
     if process_rank() == 0:
-        model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
+        model.export(run.draft / INITIAL, target.tokenizer, export_dtype(config, device), hot_ids)
     _announce(tracker, model, trainer)
+    expected = estimate(trainer)
     if trainer.restore(run.draft):
         tracker.message(
             f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
         )
+    tracker.event("distill/estimate", expected.event(trainer.progress.step))
     earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
+    del trainer
+    release_freed()  # gradients and moments, before a second copy of the draft is made
     best = load_state(run.draft / BEST)
     assert best is not None
     model.load_state_dict(best["model"], strict=False)
@@ -140,7 +144,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         seconds=round(progress.seconds, 1),
     )
     if process_rank() == 0:
-        model.export(run.draft / MODEL, target.tokenizer, export_dtype, hot_ids)
+        model.export(run.draft / MODEL, target.tokenizer, export_dtype(config, device), hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
         draft.num_bytes = sum(
             path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors")
@@ -182,6 +186,12 @@ def _by_key(tree: dict[str, Any]) -> dict[str, Any]:
     return {prefix + key: value for prefix, group in groups for key, value in group.items()}
 
 
+def export_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The numbers that the target's weights are rounded to, and the exported draft's."""
+    chosen = config.target.dtype
+    return torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
+
+
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
     """The draft before any training, and the target's layers in it."""
     if config.draft.init is DraftInit.pretrained:
@@ -192,13 +202,12 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
         layers: list[int] = []
     else:
-        full = load_model(target, config.target, torch.device("cpu"), torch.float32)
+        full = load_model(target, config.target, torch.device("cpu"), export_dtype(config, device))
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
         plain = from_layers(full, layers)
         nn.Module.to(plain, device)
         model = DraftModel(plain)
         del full
-        gc.collect()
     if not config.draft.train_embeddings:
         model.freeze_embeddings()
     return model, layers

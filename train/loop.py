@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,21 +64,28 @@ def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dt
     model.eval()
     totals: list[float] = []
     counts: list[int] = []
-    pack: list[Row] = []
-    for index, row in enumerate(rows):
-        pack.append(row)
-        if sum(map(num_positions, pack)) < EVAL_TOKENS and index + 1 < len(rows):
-            continue
+    for pack in packs(rows):
         batch = collate(pack).to(head.weight_HE.device)
-        values = head.acceptance(_features(model, batch, dtype), batch).cpu()
+        values = head.acceptance(features_of(model, batch, dtype), batch).cpu()
         for part in values.split([row.num_laws for row in pack]):
             totals.append(float(part.sum()))
             counts.append(len(part))
-        pack = []
     return pooled(totals, counts, CONFIDENCE)
 
 
-def _features(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
+def packs(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Answers in their order, in lines of about EVAL_TOKENS positions."""
+    pack: list[Row] = []
+    for row in rows:
+        pack.append(row)
+        if sum(map(num_positions, pack)) >= EVAL_TOKENS:
+            yield pack
+            pack = []
+    if pack:
+        yield pack
+
+
+def features_of(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
     """What the head reads at the supervised positions, NE."""
     device_type = batch.tokens_T.device.type
     with torch.autocast(device_type, dtype, enabled=dtype is not torch.float32):
@@ -156,21 +163,9 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
-        rows = [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
+        rows = self.rows_of(step)
         count = self._sum_over_processes(torch.tensor([float(sum(row.num_laws for row in rows))]))
-        scale = 1.0 / max(float(count), 1.0)
-        rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
-        # no dropout: its random state would be one more thing to resume, and the target had none
-        self.model.eval()
-        local = Sums()
-        if rows:
-            batch = collate(rows).to(self.device)
-            features = _features(self.model, batch, self.dtype)
-            objective = divergence(self.config.objective, step / len(self.plan))
-            local, gradient = self.head.backward(
-                features.detach(), batch, objective, scale=scale, rng=rng
-            )
-            features.backward(gradient)
+        local = self.add_gradients(rows, step, 1.0 / max(float(count), 1.0))
         totals = self._sum_over_processes(
             torch.tensor([local.loss, local.acceptance, float(local.count)])
         )
@@ -189,6 +184,26 @@ class Trainer:
                 f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
         return Sums(loss, float(totals[1]), int(totals[2])), norm
+
+    def rows_of(self, step: int) -> list[Row]:
+        """This process's answers of a step."""
+        return [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
+
+    def add_gradients(self, rows: Sequence[Row], step: int, scale: float) -> Sums:
+        """Add the gradients of `scale` * (summed loss of these answers) to the parameters'."""
+        # no dropout: its random state would be one more thing to resume, and the target had none
+        self.model.eval()
+        if not rows:
+            return Sums()
+        rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
+        batch = collate(rows).to(self.device)
+        features = features_of(self.model, batch, self.dtype)
+        objective = divergence(self.config.objective, step / len(self.plan))
+        sums, gradient = self.head.backward(
+            features.detach(), batch, objective, scale=scale, rng=rng
+        )
+        features.backward(gradient)
+        return sums
 
     _last_saved: int | None = None
 
