@@ -30,7 +30,7 @@ from conf.groups import DraftConfig
 from data.batches import Batch
 from data.shards import Row
 from models.decoding.engine import decoder_layers
-from models.packed import PACKED
+from models.packed import hidden_states, pack_attention
 
 HOT_VOCAB = "hot_vocab.json"
 
@@ -48,41 +48,12 @@ class DraftModel(nn.Module):
             head.in_features, head.in_features, bias=False, device=head.weight.device
         )
         nn.init.eye_(self.map.weight)
-        if self.config._attn_implementation == "sdpa" and self.head.device.type == "cpu":
-            model.set_attn_implementation(PACKED)
+        pack_attention(model)
         self.full = [model]  # in a list: a submodule would register the body twice
 
     def forward(self, batch: Batch) -> Tensor:
         """Features of every packed position; attention stays inside each answer."""
-        out = self.body(
-            input_ids=batch.tokens_T.unsqueeze(0),
-            position_ids=batch.positions_T.unsqueeze(0),
-            attention_mask=self._mask(batch),
-            use_cache=False,
-        )
-        return self.map(out.last_hidden_state)
-
-    def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Where attention may look, shape 11TT; one mask per layer type if the model mixes them."""
-        span: int = getattr(self.config, "sliding_window", None) or 0
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        slides = bool(span) and kinds != {"full_attention"}
-        if self.config._attn_implementation == PACKED and not slides:
-            return batch.positions_T.view(1, 1, 1, -1)
-        full = batch.mask()
-        masks = {"full_attention": full}
-        if slides:
-            age_TT = batch.positions_T.unsqueeze(1) - batch.positions_T.unsqueeze(0)
-            masks["sliding_attention"] = full & (age_TT < span)
-        # adds its mask to the scores, so booleans would hide nothing
-        if self.config._attn_implementation == "eager":
-            masks = {
-                kind: torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e9)
-                for kind, mask in masks.items()
-            }
-        if len(kinds) > 1:
-            return masks
-        return masks.get("sliding_attention", masks["full_attention"])
+        return self.map(hidden_states(self.full[0], batch))
 
     def freeze_embeddings(self) -> None:
         """Leave the input embeddings as they are."""

@@ -1,5 +1,5 @@
-"""Stage distill: a draft learns the recorded distributions. The target is in memory only to copy
-layers from it.
+"""Stage distill: a draft learns the target's distributions. From recorded ones, the target is in
+memory only to copy layers from it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
+from train.supervision import needs_target, source_of
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
@@ -106,8 +107,19 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
     for row in train:
         row.hidden = None
+    beside = None
+    if needs_target(config.objective):
+        beside = load_model(target, config.target, device)
+    source = source_of(
+        config.objective,
+        seed=config.seed,
+        target=beside,
+        model=model,
+        head=head,
+        stop_ids=target.stop_ids,
+    )
     release_freed()
-    trainer = Trainer(config, model, head, train, validation)
+    trainer = Trainer(config, model, head, train, validation, source)
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, export_dtype(config, device), hot_ids)
     _announce(tracker, model, trainer)
@@ -119,7 +131,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     tracker.event("distill/estimate", expected.event(trainer.progress.step))
     earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
-    del trainer
+    del trainer, source, beside
     release_freed()  # gradients and moments, before a second copy of the draft is made
     best = load_state(run.draft / BEST)
     assert best is not None

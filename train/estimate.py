@@ -25,7 +25,7 @@ from data.batches import collate, num_positions
 from data.shards import Row
 from models.decoding.engine import synchronise
 from models.packed import PACKED
-from train.loop import Trainer, evaluate, features_of, packs
+from train.loop import Trainer, features_of, packs
 
 GIB = 2**30
 COPIES_OF_LOGITS = 4  # of a chunk, alive together: logits, exponentials and two gradients of them
@@ -42,7 +42,8 @@ class Memory:
 
     program: int
     lessons: int
-    weights: int
+    weights: int  # of the draft
+    target: int  # weights, where it runs beside the draft
     gradients: int
     moments: int  # of the optimizer
     activations: int  # of the heaviest step
@@ -134,11 +135,16 @@ def _memory(trainer: Trainer) -> Memory:
     validating = max(map(kept, packs(trainer.validation_rows))) // num_layers
     lessons = num_bytes(value for row in rows for value in vars(row).values())
     weights = num_bytes([*model.parameters(), model.head, head.weight_VE, head.weight_HE])
+    teacher = trainer.source.teacher
+    target = 0 if teacher is None else num_bytes(teacher.model.parameters())
     num_columns = len(head.hot_ids_H) + head.num_cold
+    if teacher is not None:
+        num_columns += len(head.weight_VE)
     return Memory(
-        program=0 if on_gpu else max(0, held - lessons - weights),
+        program=0 if on_gpu else max(0, held - lessons - weights - target),
         lessons=0 if on_gpu else lessons,
         weights=weights,
+        target=target,
         gradients=num_bytes(trained),
         moments=sum(map(moment_bytes, trainer.optimizers.members)),
         activations=heaviest,
@@ -226,7 +232,7 @@ def _step_seconds(trainer: Trainer) -> tuple[float, float]:
     for number, step in enumerate(spread):
         rows = trainer.rows_of(step)
         start = time.perf_counter()
-        trainer.add_gradients(rows, step, 1.0)
+        trainer.add_gradients(trainer.texts_of(rows, step), step, 1.0)
         synchronise(trainer.device)
         middle = time.perf_counter()
         trainer.optimizers.rehearse()
@@ -241,7 +247,7 @@ def _validation_seconds(trainer: Trainer) -> float:
     """Of a whole validation, from its first pack."""
     pack = next(packs(trainer.validation_rows))
     start = time.perf_counter()
-    evaluate(trainer.model, trainer.head, pack, trainer.dtype)
+    trainer.judge(pack)
     seconds = time.perf_counter() - start
     share = sum(map(num_positions, trainer.validation_rows)) / sum(map(num_positions, pack))
     return seconds * share

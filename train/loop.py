@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from conf.choices import Supervision
 from conf.contracts import Acceptance
 from conf.errors import UserError
 from conf.schema import Config
@@ -28,8 +29,9 @@ from models.draft import DraftModel
 from models.load import dtype_of
 from train.checkpoint import BEST, STATE, load_state, save_state
 from train.head import Head, Sums
-from train.objectives import divergence
+from train.objectives import objective
 from train.optim import Optimizers, rate_factor
+from train.supervision import Source
 
 LOG_SECONDS = 10.0
 NUM_COLD = 1024
@@ -55,18 +57,28 @@ class Progress:
 
 
 @torch.no_grad()
-def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dtype) -> Acceptance:
-    """Expected acceptance on recorded answers (a lower bound, see Head.acceptance), with a 90%
-    bootstrap interval.
+def evaluate(
+    model: DraftModel,
+    head: Head,
+    rows: Sequence[Row],
+    dtype: torch.dtype,
+    *,
+    by_tokens: bool = False,
+) -> Acceptance:
+    """Expected acceptance on recorded answers, with a 90% bootstrap interval: a lower bound, see
+    Head.acceptance, or with `by_tokens` the looser one of Head.agreement, on the answers' tokens.
 
     The interval resamples answers, because positions of one answer are not independent.
     """
     model.eval()
     totals: list[float] = []
     counts: list[int] = []
+    measure = head.agreement if by_tokens else head.acceptance
+    if by_tokens:
+        rows = [row.of_answer() for row in rows]
     for pack in packs(rows):
         batch = collate(pack).to(head.weight_HE.device)
-        values = head.acceptance(features_of(model, batch, dtype), batch).cpu()
+        values = measure(features_of(model, batch, dtype), batch).cpu()
         for part in values.split([row.num_laws for row in pack]):
             totals.append(float(part.sum()))
             counts.append(len(part))
@@ -102,8 +114,10 @@ class Trainer:
         head: Head,
         train: Sequence[Row],
         validation: Sequence[Row],
+        source: Source | None = None,
     ):
         self.config, self.model, self.head = config, model, head
+        self.source = source or Source()
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
         self.device = head.weight_HE.device
@@ -163,7 +177,7 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
-        rows = self.rows_of(step)
+        rows = self.texts_of(self.rows_of(step), step)
         count = self._sum_over_processes(torch.tensor([float(sum(row.num_laws for row in rows))]))
         local = self.add_gradients(rows, step, 1.0 / max(float(count), 1.0))
         totals = self._sum_over_processes(
@@ -189,6 +203,14 @@ class Trainer:
         """This process's answers of a step."""
         return [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
 
+    def texts_of(self, rows: Sequence[Row], step: int) -> list[Row]:
+        """What a step learns from, made from its recorded answers."""
+        return self.source.rows(rows, step, self._features)
+
+    def _features(self, rows: Sequence[Row]) -> Tensor:
+        self.model.eval()
+        return features_of(self.model, collate(rows).to(self.device), self.dtype)
+
     def add_gradients(self, rows: Sequence[Row], step: int, scale: float) -> Sums:
         """Add the gradients of `scale` * (summed loss of these answers) to the parameters'."""
         # no dropout: its random state would be one more thing to resume, and the target had none
@@ -197,10 +219,15 @@ class Trainer:
             return Sums()
         rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
         batch = collate(rows).to(self.device)
+        target = self.source.laws(batch)
         features = features_of(self.model, batch, self.dtype)
-        objective = divergence(self.config.objective, step / len(self.plan))
         sums, gradient = self.head.backward(
-            features.detach(), batch, objective, scale=scale, rng=rng
+            features.detach(),
+            batch,
+            objective(self.config.objective, step / len(self.plan)),
+            scale=scale,
+            rng=rng,
+            target=target,
         )
         features.backward(gradient)
         return sums
@@ -256,9 +283,16 @@ class Trainer:
             step=step + 1,
         )
 
+    def judge(self, rows: Sequence[Row]) -> Acceptance:
+        """What checkpoints are selected by: expected acceptance on recorded laws, or, where only
+        tokens are learned from, the probability of the target's token.
+        """
+        by_tokens = self.config.objective.source is Supervision.hard
+        return evaluate(self.model, self.head, rows, self.dtype, by_tokens=by_tokens)
+
     def _validate(self, folder: Path, tracker: Tracker) -> None:
         """Validate, remember the best weights, save everything."""
-        found = evaluate(self.model, self.head, self.validation_rows, self.dtype)
+        found = self.judge(self.validation_rows)
         done = self.progress
         if not math.isfinite(found.value):  # before such weights replace the last good ones
             raise self._non_finite(

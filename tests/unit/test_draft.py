@@ -44,6 +44,7 @@ from models.draft import (
     read_hot_ids,
     warm_start,
 )
+from models.packed import hidden_states, pack_attention
 from tests.lessons import made_up_row
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
@@ -234,16 +235,8 @@ def test_a_model_without_a_final_normalisation_says_how_to_go_on() -> None:
 def read_by_head(target: PreTrainedModel, batch: Batch) -> Tensor:
     """What the target's head reads at the supervised positions, ND."""
     with torch.no_grad():
-        return (
-            DraftModel(target)
-            .body(
-                input_ids=batch.tokens_T.unsqueeze(0),
-                position_ids=batch.positions_T.unsqueeze(0),
-                attention_mask=DraftModel(target)._mask(batch),
-                use_cache=False,
-            )
-            .last_hidden_state[0, batch.supervised_N]
-        )
+        pack_attention(target)
+        return hidden_states(target, batch)[0, batch.supervised_N]
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.5])
