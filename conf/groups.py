@@ -211,6 +211,10 @@ class ObjectiveConfig:
     finish_share: float = 0.0  # share of the steps that the last phase takes
     on_policy_share: float = 0.5  # on_policy: probability that the draft goes on in an answer
     rollout_tokens: int = 8  # on_policy: tokens it then writes, at most
+    # another run of the same outputs folder and target, whose draft selects what is learned
+    reference: str = ""
+    # of each answer's positions, those the draft is furthest behind the reference at (AdaSPEC)
+    select_share: float = 1.0
 
     def weights(self) -> dict[Divergence, float]:
         """The divergences of the first phase and their weights."""
@@ -243,6 +247,20 @@ class ObjectiveConfig:
             self.on_policy_share,
             "it is a probability",
             "Use a number between 0 and 1",
+        )
+        require(
+            0 < self.select_share <= 1,
+            "objective.select_share",
+            self.select_share,
+            "it is a share of the positions",
+            "Use more than 0, up to 1",
+        )
+        require(
+            (self.select_share < 1) == bool(self.reference),
+            "objective.select_share",
+            self.select_share,
+            f"positions are selected by a reference, and objective.reference={self.reference!r}",
+            "Name a run as the reference and a share below 1, or neither",
         )
         require(
             self.rollout_tokens >= 1,

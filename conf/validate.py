@@ -69,6 +69,13 @@ def validate(config: Config) -> None:
         "a pretrained draft brings its own layers",
         "Remove draft.layers or use draft.init=layers",
     )
+    require(
+        config.objective.reference != config.name,
+        "objective.reference",
+        config.objective.reference,
+        "a run cannot be the reference of its own draft",
+        "Train the reference under another name=",
+    )
     _validate_objective(config.objective)
 
 
@@ -80,6 +87,13 @@ def _validate_objective(objective: ObjectiveConfig) -> None:
         objective.source,
         f"the target's tokens alone do not give {', '.join(need_laws)}, which needs distributions",
         "Use objective=hard, or another source",
+    )
+    require(
+        objective.source is not Supervision.hard or not objective.reference,
+        "objective.reference",
+        objective.reference,
+        "positions are selected by distributions, and objective.source=hard has none",
+        "Use another source, or no reference",
     )
     require(
         objective.source is not Supervision.on_policy or not objective.reads_tokens,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ class Batch:
         """True where attention may look, shape 11TT: the same answer, not the future."""
         same_TT = self.segments_T.unsqueeze(1) == self.segments_T.unsqueeze(0)
         return same_TT.tril().unsqueeze(0).unsqueeze(0)
+
+    def supervise(self, kept: Tensor) -> Batch:
+        """The same line, learned from at some of its supervised positions only."""
+        names = ("supervised_N", "next_N", "top_ids_NK", "top_log_p_NK")
+        return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""

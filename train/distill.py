@@ -54,6 +54,7 @@ from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
+from train.select import Selection
 from train.supervision import needs_target, source_of
 
 MODEL = "model"  # the trained draft, a plain transformers folder
@@ -77,6 +78,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         lessons=lessons.fingerprint,
         dtype=str(config.runtime.train_dtype),
     )
+    if config.objective.reference:
+        made_by["reference"] = Draft.read(reference_folder(config)).fingerprint
     if run.resume(run.draft, Draft, made_by) is Resume.complete:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
@@ -118,8 +121,9 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         head=head,
         stop_ids=target.stop_ids,
     )
+    selection = selection_of(config, head, device) if config.objective.reference else None
     release_freed()
-    trainer = Trainer(config, model, head, train, validation, source)
+    trainer = Trainer(config, model, head, train, validation, source, selection)
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, export_dtype(config, device), hot_ids)
     _announce(tracker, model, trainer)
@@ -131,7 +135,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     tracker.event("distill/estimate", expected.event(trainer.progress.step))
     earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
-    del trainer, source, beside
+    del trainer, source, beside, selection
     release_freed()  # gradients and moments, before a second copy of the draft is made
     best = load_state(run.draft / BEST)
     assert best is not None
@@ -202,6 +206,30 @@ def export_dtype(config: Config, device: torch.device) -> torch.dtype:
     """The numbers that the target's weights are rounded to, and the exported draft's."""
     chosen = config.target.dtype
     return torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
+
+
+def reference_folder(config: Config) -> Path:
+    """Where the draft is that selects what this one learns."""
+    return Path(config.outputs).absolute() / config.objective.reference / "draft"
+
+
+def selection_of(config: Config, head: Head, device: torch.device) -> Selection:
+    """Selection by the finished draft of another run. Raises ConfigError unless it is of the same
+    vocabulary.
+    """
+    plain = load_folder(reference_folder(config) / MODEL, dtype=torch.float32, device=device)
+    reference = DraftModel(plain).requires_grad_(False)
+    if len(reference.head) != len(head.weight_VE):
+        raise ConfigError(
+            f"objective.reference={config.objective.reference}: its draft has"
+            f" {len(reference.head)} tokens, the target {len(head.weight_VE)}. Name a run with the"
+            " same target."
+        )
+    hot_ids = head.hot_ids_H if len(head.cold_ids) else None
+    its_head = Head(
+        reference.head, hot_ids, num_cold=head.num_cold, dtype=head.dtype, chunk=head.chunk
+    )
+    return Selection(reference, its_head, config.objective.select_share)
 
 
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:

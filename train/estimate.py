@@ -25,7 +25,8 @@ from data.batches import collate, num_positions
 from data.shards import Row
 from models.decoding.engine import synchronise
 from models.packed import PACKED
-from train.loop import Trainer, features_of, packs
+from train.head import features_of
+from train.loop import Trainer, packs
 
 GIB = 2**30
 COPIES_OF_LOGITS = 4  # of a chunk, alive together: logits, exponentials and two gradients of them
@@ -42,7 +43,7 @@ class Memory:
 
     program: int
     lessons: int
-    weights: int  # of the draft
+    weights: int  # of the draft, and of the reference that selects for it
     target: int  # weights, where it runs beside the draft
     gradients: int
     moments: int  # of the optimizer
@@ -135,6 +136,10 @@ def _memory(trainer: Trainer) -> Memory:
     validating = max(map(kept, packs(trainer.validation_rows))) // num_layers
     lessons = num_bytes(value for row in rows for value in vars(row).values())
     weights = num_bytes([*model.parameters(), model.head, head.weight_VE, head.weight_HE])
+    selection = trainer.selection
+    if selection is not None:
+        other = selection.head
+        weights += num_bytes([*selection.reference.parameters(), other.weight_VE, other.weight_HE])
     teacher = trainer.source.teacher
     target = 0 if teacher is None else num_bytes(teacher.model.parameters())
     num_columns = len(head.hot_ids_H) + head.num_cold

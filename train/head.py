@@ -22,10 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
+from models.draft import DraftModel
 from train.objectives import Objective, lump, overlap
 
 # log-probability of an id that a law leaves out; finite, so that gradients stay finite
 ABSENT = -1e4
+
+
+def features_of(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """What the head reads at the supervised positions, NE."""
+    device_type = batch.tokens_T.device.type
+    with torch.autocast(device_type, dtype, enabled=dtype is not torch.float32):
+        features: Tensor = model(batch)[0, batch.supervised_N]
+    return features
 
 
 @dataclass
@@ -190,14 +199,37 @@ class Head:
         for part in self._chunks(len(features_NE)):
             features = features_NE[part].detach().requires_grad_()
             laws = self.laws(features, batch, part, cold, target)
-            log_q_next = None
-            if objective.of_token:
-                log_q_next = self.log_q_next(features, batch, part, laws.log_z)
-            loss = objective(laws.log_p, laws.log_q, log_q_next).sum()
+            loss = self._values(laws, features, batch, part, objective).sum()
             (gradient[part],) = torch.autograd.grad(loss * scale, features)
             accepted = laws.overlap().detach().sum()
             sums += Sums(float(loss.detach()), float(accepted), len(features))
         return sums, gradient
+
+    def _values(
+        self, laws: Laws, features_nE: Tensor, batch: Batch, part: slice, objective: Objective
+    ) -> Tensor:
+        log_q_next = None
+        if objective.of_token:
+            log_q_next = self.log_q_next(features_nE, batch, part, laws.log_z)
+        return objective(laws.log_p, laws.log_q, log_q_next)
+
+    @torch.no_grad()
+    def divergences(
+        self,
+        features_NE: Tensor,
+        batch: Batch,
+        objective: Objective,
+        *,
+        rng: torch.Generator,
+        target: TargetLaws | None = None,
+    ) -> Tensor:
+        """The objective at each position, without gradients: N values."""
+        cold = self.sample_cold(rng)
+        values = []
+        for part in self._chunks(len(features_NE)):
+            laws = self.laws(features_NE[part], batch, part, cold, target)
+            values.append(self._values(laws, features_NE[part], batch, part, objective))
+        return torch.cat(values)
 
     @torch.no_grad()
     def acceptance(

@@ -22,15 +22,16 @@ from conf.contracts import Acceptance
 from conf.errors import UserError
 from conf.schema import Config
 from conf.tracking import Tracker
-from data.batches import Batch, collate, num_positions, plan_batches
+from data.batches import collate, num_positions, plan_batches
 from data.shards import Row
 from data.statistics import pooled
 from models.draft import DraftModel
 from models.load import dtype_of
 from train.checkpoint import BEST, STATE, load_state, save_state
-from train.head import Head, Sums
+from train.head import Head, Sums, features_of
 from train.objectives import objective
 from train.optim import Optimizers, rate_factor
+from train.select import Selection, num_selected
 from train.supervision import Source
 
 LOG_SECONDS = 10.0
@@ -97,13 +98,6 @@ def packs(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield pack
 
 
-def features_of(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """What the head reads at the supervised positions, NE."""
-    device_type = batch.tokens_T.device.type
-    with torch.autocast(device_type, dtype, enabled=dtype is not torch.float32):
-        return model(batch)[0, batch.supervised_N]
-
-
 class Trainer:
     """Trains a draft on recorded answers; every process holds the whole draft."""
 
@@ -115,9 +109,10 @@ class Trainer:
         train: Sequence[Row],
         validation: Sequence[Row],
         source: Source | None = None,
+        selection: Selection | None = None,
     ):
         self.config, self.model, self.head = config, model, head
-        self.source = source or Source()
+        self.source, self.selection = source or Source(), selection
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
         self.device = head.weight_HE.device
@@ -178,7 +173,8 @@ class Trainer:
     def _step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
         rows = self.texts_of(self.rows_of(step), step)
-        count = self._sum_over_processes(torch.tensor([float(sum(row.num_laws for row in rows))]))
+        learned = float(sum(map(self._num_learned, rows)))
+        count = self._sum_over_processes(torch.tensor([learned]))
         local = self.add_gradients(rows, step, 1.0 / max(float(count), 1.0))
         totals = self._sum_over_processes(
             torch.tensor([local.loss, local.acceptance, float(local.count)])
@@ -203,6 +199,10 @@ class Trainer:
         """This process's answers of a step."""
         return [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
 
+    def _num_learned(self, row: Row) -> int:
+        share = 1.0 if self.selection is None else self.selection.share
+        return num_selected(row.num_laws, share)
+
     def texts_of(self, rows: Sequence[Row], step: int) -> list[Row]:
         """What a step learns from, made from its recorded answers."""
         return self.source.rows(rows, step, self._features)
@@ -217,16 +217,21 @@ class Trainer:
         self.model.eval()
         if not rows:
             return Sums()
-        rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
+        seed = hash((self.config.seed, step)) % 2**63
         batch = collate(rows).to(self.device)
         target = self.source.laws(batch)
         features = features_of(self.model, batch, self.dtype)
+        if self.selection is not None:
+            counts = [row.num_laws for row in rows]
+            kept = self.selection.choose(batch, counts, features, self.head, target, seed)
+            batch, features = batch.supervise(kept), features[kept]
+            target = None if target is None else target.at(kept)
         sums, gradient = self.head.backward(
             features.detach(),
             batch,
             objective(self.config.objective, step / len(self.plan)),
             scale=scale,
-            rng=rng,
+            rng=torch.Generator().manual_seed(seed),
             target=target,
         )
         features.backward(gradient)

@@ -26,7 +26,7 @@ from tests.lessons import made_up_row
 from tests.tiny import tiny_model
 from train.distill import distill
 from train.estimate import activation_bytes, estimate, kept_by_autograd, moment_bytes
-from train.loop import features_of
+from train.head import features_of
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"hidden_size": 384, "intermediate_size": 1536}

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from conf.choices import Divergence, Supervision
-from conf.contracts import Draft
+from conf.contracts import ContractError, Draft
 from conf.errors import ConfigError
 from conf.groups import ObjectiveConfig
 from conf.schema import CONFIG_FOLDER, Config, register, typed
@@ -195,3 +195,30 @@ def test_two_processes_roll_out_and_learn_what_one_does(
         if key.startswith("/model/"):
             torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=2e-5)
     assert any(not torch.equal(mine[key], other[key]) for key in other if key.startswith("/model/"))
+
+
+# ---------------------------------------------------------------- a reference selects
+
+
+def test_a_reference_selects_through_the_whole_stage(recording: Recording, tmp_path: Path) -> None:
+    """Trained, interrupted and resumed; every step learns from its share of each answer."""
+    train(recording, tmp_path / "reference", config_of(recording, Supervision.recorded))
+    config = config_of(recording, Supervision.recorded)
+    config.outputs = str(tmp_path)
+    config.objective = ObjectiveConfig(reference="reference", select_share=0.4)
+    whole = train(recording, tmp_path / "whole", config)
+    everything = Draft.read(tmp_path / "reference" / "draft").num_tokens_seen
+    assert 0.4 * everything < whole.num_tokens_seen < 0.48 * everything
+    run = recording.open(tmp_path / "interrupted")
+    with pytest.raises(Killed):
+        distill(config, run, Watched(run, at_step=8))
+    distill(config, run, Watched(run))
+    assert_same_draft(run.folder, tmp_path / "whole")
+
+
+def test_a_reference_that_is_not_there_is_said(recording: Recording, tmp_path: Path) -> None:
+    config = config_of(recording, Supervision.recorded)
+    config.outputs = str(tmp_path)
+    config.objective = ObjectiveConfig(reference="nobody", select_share=0.4)
+    with pytest.raises(ContractError, match=r"nobody/draft/manifest\.json: not there"):
+        train(recording, tmp_path / "run", config)

@@ -215,6 +215,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
         ["objective.source=on_policy", "+objective.mixture={{cross_entropy:1}}"],
         ["objective.source=on_policy", "cross_entropy", "objective.source=online"],
     ),
+    "share without a reference": (
+        ["objective.select_share=0.4"],
+        ["objective.select_share=0.4", "objective.reference=''", "Name a run"],
+    ),
+    "reference without a share": (
+        ["objective.reference=main"],
+        ["objective.select_share=1.0", "objective.reference='main'", "a share below 1"],
+    ),
+    "reference of itself": (
+        ["objective.reference=me", "objective.select_share=0.4", "name=me"],
+        ["objective.reference=me", "another name="],
+    ),
+    "selection by tokens": (
+        ["objective=hard", "objective.reference=a", "objective.select_share=0.4"],
+        ["objective.reference=a", "has none", "another source"],
+    ),
     "share above 1": (
         ["objective.on_policy_share=1.5"],
         ["objective.on_policy_share=1.5", "0 and 1"],
