@@ -42,7 +42,9 @@ class DraftModel(nn.Module):
         super().__init__()
         head = model.get_output_embeddings()
         self.config = model.config
-        self.head = head.weight.detach().clone()  # V E, neither trained nor part of the state
+        self.head = head.weight.detach()  # V E, neither trained nor part of the state
+        if head.weight is model.get_input_embeddings().weight:
+            self.head = self.head.clone()  # the embeddings may be trained
         self.body = model.base_model
         self.map = nn.Linear(
             head.in_features, head.in_features, bias=False, device=head.weight.device
@@ -56,8 +58,11 @@ class DraftModel(nn.Module):
         return self.map(hidden_states(self.full[0], batch))
 
     def freeze_embeddings(self) -> None:
-        """Leave the input embeddings as they are."""
-        self.full[0].get_input_embeddings().weight.requires_grad_(False)
+        """Leave the input embeddings as they are; a head tied to them is then kept once."""
+        embeddings = self.full[0].get_input_embeddings().weight
+        embeddings.requires_grad_(False)
+        if self.full[0].get_output_embeddings().weight is embeddings:
+            self.head = embeddings.detach()
 
     def export(
         self,

@@ -101,7 +101,7 @@ class Estimate:
 def estimate(trainer: Trainer) -> Estimate:
     """What `trainer.fit` will take, before its first step and without a trace in what it learns."""
     memory = _memory(trainer)  # of what is held before the first rehearsed step
-    per_position, per_update = _step_seconds(trainer)
+    per_position, per_update = step_seconds(trainer)
     lengths = [num_positions(row) for row in trainer.train_rows]
     return Estimate(
         memory=memory,
@@ -224,7 +224,7 @@ def activation_bytes(trainer: Trainer, rows: Sequence[Row]) -> Callable[[Sequenc
 # ---------------------------------------------------------------- time
 
 
-def _step_seconds(trainer: Trainer) -> tuple[float, float]:
+def step_seconds(trainer: Trainer) -> tuple[float, float]:
     """Seconds per packed position and per update of the weights, from steps spread over the
     plan.
     """

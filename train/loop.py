@@ -156,7 +156,7 @@ class Trainer:
         with tracker.progress("distill", len(self.plan), "steps") as bar:
             bar.advance(done.step)
             for step in range(done.step, len(self.plan)):
-                sums, norm = self._step(step)
+                sums, norm = self.step(step)
                 since += sums
                 done.step, done.num_tokens = step + 1, done.num_tokens + sums.count
                 bar.advance()
@@ -170,7 +170,7 @@ class Trainer:
         self.state.wait_for_everyone()  # until the first process has written the best weights
         return done
 
-    def _step(self, step: int) -> tuple[Sums, float]:
+    def step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
         rows = self.texts_of(self.rows_of(step), step)
         learned = float(sum(map(self._num_learned, rows)))

@@ -105,7 +105,7 @@ def test_online_learns_what_recorded_laws_of_every_id_teach(recording: Recording
         trainer = Trainer(config, model, head, rows, rows[:2], made)
         before = model.map.weight.detach().clone()
         for step in range(6):
-            trainer._step(step)
+            trainer.step(step)
         weights.append(model.map.weight.detach() - before)
     assert float(weights[0].norm()) > 1e-3
     assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 0.02

@@ -391,3 +391,17 @@ def test_ids_are_ranked_by_mass_then_by_number() -> None:
     unseen = [number for number in range(60) if mass[number] == 0]
     assert found[-len(unseen) :] == unseen and len(unseen) >= 20
     assert [round(mass[i], 5) for i in found] == [round(mass[i], 5) for i in expected]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_kept_once_unless_its_tied_embeddings_are_trained(tied: bool) -> None:
+    model = DraftModel(tiny_model(NUM_LAYERS, tie_word_embeddings=tied))
+    plain = model.full[0]
+    before = model.head.clone()
+    with torch.no_grad():
+        plain.get_input_embeddings().weight.add_(1.0)  # as training would
+        assert torch.equal(model.head, before)
+        plain.get_input_embeddings().weight.sub_(1.0)
+    model.freeze_embeddings()
+    assert model.head.data_ptr() == plain.get_output_embeddings().weight.data_ptr()
+    torch.testing.assert_close(model.head, before)
