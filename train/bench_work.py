@@ -38,9 +38,10 @@ from models.load import (
 )
 from train.estimate import step_seconds
 from train.head import Head
-from train.loop import NUM_COLD, Trainer, evaluate
+from train.loop import NUM_COLD, Trainer
 from train.optim import rate_factor
 from train.supervision import Source, Teacher
+from train.validation import evaluate
 
 RATE_STEPS = 1000  # resolution of a rate that follows the time spent
 

@@ -54,7 +54,7 @@ from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
-from train.select import Selection
+from train.select import open_selection
 from train.supervision import needs_target, source_of
 
 MODEL = "model"  # the trained draft, a plain transformers folder
@@ -121,7 +121,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         head=head,
         stop_ids=target.stop_ids,
     )
-    selection = selection_of(config, head, device) if config.objective.reference else None
+    selection = open_selection(config.objective, reference_folder(config) / MODEL, head, device)
     release_freed()
     trainer = Trainer(config, model, head, train, validation, source, selection)
     if process_rank() == 0:
@@ -211,25 +211,6 @@ def export_dtype(config: Config, device: torch.device) -> torch.dtype:
 def reference_folder(config: Config) -> Path:
     """Where the draft is that selects what this one learns."""
     return Path(config.outputs).absolute() / config.objective.reference / "draft"
-
-
-def selection_of(config: Config, head: Head, device: torch.device) -> Selection:
-    """Selection by the finished draft of another run. Raises ConfigError unless it is of the same
-    vocabulary.
-    """
-    plain = load_folder(reference_folder(config) / MODEL, dtype=torch.float32, device=device)
-    reference = DraftModel(plain).requires_grad_(False)
-    if len(reference.head) != len(head.weight_VE):
-        raise ConfigError(
-            f"objective.reference={config.objective.reference}: its draft has"
-            f" {len(reference.head)} tokens, the target {len(head.weight_VE)}. Name a run with the"
-            " same target."
-        )
-    hot_ids = head.hot_ids_H if len(head.cold_ids) else None
-    its_head = Head(
-        reference.head, hot_ids, num_cold=head.num_cold, dtype=head.dtype, chunk=head.chunk
-    )
-    return Selection(reference, its_head, config.objective.select_share)
 
 
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:

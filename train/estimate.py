@@ -26,7 +26,8 @@ from data.shards import Row
 from models.decoding.engine import synchronise
 from models.packed import PACKED
 from train.head import features_of
-from train.loop import Trainer, packs
+from train.loop import Trainer
+from train.validation import packs
 
 GIB = 2**30
 COPIES_OF_LOGITS = 4  # of a chunk, alive together: logits, exponentials and two gradients of them

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from conf.schema import Config
 from conf.tracking import Tracker
 from data.batches import collate, num_positions, plan_batches
 from data.shards import Row
-from data.statistics import pooled
 from models.draft import DraftModel
 from models.load import dtype_of
 from train.checkpoint import BEST, STATE, load_state, save_state
@@ -33,11 +32,10 @@ from train.objectives import objective
 from train.optim import Optimizers, rate_factor
 from train.select import Selection, num_selected
 from train.supervision import Source
+from train.validation import evaluate
 
 LOG_SECONDS = 10.0
 NUM_COLD = 1024
-EVAL_TOKENS = 4096
-CONFIDENCE = 0.9
 
 
 class NonFiniteLoss(UserError, ArithmeticError):
@@ -55,47 +53,6 @@ class Progress:
     first: dict[str, Any] | None = None  # fields of the Acceptance before the first step
     best: dict[str, Any] | None = None  # and of the best one
     curve: list[dict[str, float]] = field(default_factory=list)
-
-
-@torch.no_grad()
-def evaluate(
-    model: DraftModel,
-    head: Head,
-    rows: Sequence[Row],
-    dtype: torch.dtype,
-    *,
-    by_tokens: bool = False,
-) -> Acceptance:
-    """Expected acceptance on recorded answers, with a 90% bootstrap interval: a lower bound, see
-    Head.acceptance, or with `by_tokens` the looser one of Head.agreement, on the answers' tokens.
-
-    The interval resamples answers, because positions of one answer are not independent.
-    """
-    model.eval()
-    totals: list[float] = []
-    counts: list[int] = []
-    measure = head.agreement if by_tokens else head.acceptance
-    if by_tokens:
-        rows = [row.of_answer() for row in rows]
-    for pack in packs(rows):
-        batch = collate(pack).to(head.weight_HE.device)
-        values = measure(features_of(model, batch, dtype), batch).cpu()
-        for part in values.split([row.num_laws for row in pack]):
-            totals.append(float(part.sum()))
-            counts.append(len(part))
-    return pooled(totals, counts, CONFIDENCE)
-
-
-def packs(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Answers in their order, in lines of about EVAL_TOKENS positions."""
-    pack: list[Row] = []
-    for row in rows:
-        pack.append(row)
-        if sum(map(num_positions, pack)) >= EVAL_TOKENS:
-            yield pack
-            pack = []
-    if pack:
-        yield pack
 
 
 class Trainer:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from conf.errors import require
 from conf.groups import ObjectiveConfig
 from data.batches import Batch
 from models.draft import DraftModel
+from models.load import load_folder
 from train.head import Head, TargetLaws, features_of
 from train.objectives import objective
 
@@ -78,3 +81,27 @@ class Selection:
             for each, features in ((head, features_NE), (self.head, of_reference))
         )
         return select(draft_N - reference_N, counts, self.share)
+
+
+def open_selection(
+    config: ObjectiveConfig, folder: Path, head: Head, device: torch.device
+) -> Selection | None:
+    """Selection by the exported draft in a folder, None when the configuration has no reference.
+    Raises ConfigError unless it is of the same vocabulary as the trained draft's `head`.
+    """
+    if not config.reference:
+        return None
+    reference = DraftModel(load_folder(folder, dtype=torch.float32, device=device))
+    reference.requires_grad_(False)
+    require(
+        len(reference.head) == len(head.weight_VE),
+        "objective.reference",
+        config.reference,
+        f"its draft has {len(reference.head)} tokens, the target {len(head.weight_VE)}",
+        "Name a run with the same target",
+    )
+    hot_ids = head.hot_ids_H if len(head.cold_ids) else None
+    its_head = Head(
+        reference.head, hot_ids, num_cold=head.num_cold, dtype=head.dtype, chunk=head.chunk
+    )
+    return Selection(reference, its_head, config.select_share)

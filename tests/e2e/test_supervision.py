@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from conf.choices import Divergence, Supervision
 from conf.contracts import ContractError, Draft
 from conf.errors import ConfigError
 from conf.groups import ObjectiveConfig
-from conf.schema import CONFIG_FOLDER, Config, register, typed
+from conf.schema import Config
 from data.batches import collate
 from models.draft import DraftModel, from_layers
 from tests.e2e.test_training import (
@@ -32,6 +27,7 @@ from tests.e2e.test_training import (
     save_target,
     state_of,
     train,
+    train_alone_and_shared,
 )
 from tests.lessons import recorded_rows
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -160,33 +156,13 @@ def test_hard_needs_no_recorded_law(recording: Recording, tmp_path: Path) -> Non
 def test_two_processes_roll_out_and_learn_what_one_does(
     recording: Recording, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "nothing reads this"}) + "\n", "utf-8")
-    run = recording.open(tmp_path / "shared")
-    overrides = [
-        *("stage=distill", "name=shared", f"outputs={tmp_path}", "tracker=none"),
-        *("data=file", f"data.sources.prompts.path={prompts}"),
-        *("eval=file", f"eval.suites.prompts.path={prompts}"),
-        *("target=hub", f"target.path={recording.target}", "target.dtype=float32"),
-        *("draft.num_layers=1", "draft.hot_vocab=200"),
+    run = train_alone_and_shared(
+        recording,
+        tmp_path,
         *("objective=forward_kl", "objective.source=on_policy", "objective.rollout_tokens=4"),
-        *("runtime.device=cpu", "runtime.num_threads=1", "runtime.train_dtype=float32"),
         *("optim=adamw", "optim.lr=3e-3", "optim.tokens_per_step=64", "optim.max_steps=8"),
         *("optim.num_epochs=1", "optim.evaluate_every=4"),
-    ]
-    register()
-    with initialize_config_dir(CONFIG_FOLDER, version_base="1.3"):
-        train(recording, tmp_path / "alone", typed(compose("config", overrides)))
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, "--main_process_port=0", "-m", "train", *overrides],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
     ours, theirs = Draft.read(run.draft), Draft.read(tmp_path / "alone" / "draft")
     # the same texts were written: a continued answer has another length
     assert ours.num_tokens_seen == theirs.num_tokens_seen
