@@ -359,7 +359,7 @@ class RuntimeConfig:
     num_threads: int = 0  # CPU threads; 0: torch's own choice
     # our decoder reads a draft's weights as int8 on a CPU; the exported ones are not changed
     int8_draft: bool = True
-    head_chunk: int = 512  # positions whose logits are alive at once in training
+    head_chunk: int = 256  # positions whose logits are alive at once in training
     # of matrix products in training; parameters and divergences stay float32
     train_dtype: Dtype = Dtype.auto
 
@@ -369,7 +369,7 @@ class RuntimeConfig:
             "runtime.head_chunk",
             self.head_chunk,
             "the head needs at least a position",
-            "Use 512",
+            "Use 256",
         )
 
 

@@ -66,6 +66,12 @@ def num_positions(row: Row) -> int:
     return len(row.prompt) + len(row.generated) - 1
 
 
+def compact(row: Row) -> None:
+    """Drop what training does not read of an answer, and keep its ids in half the bytes."""
+    row.hidden = None
+    row.top_ids = row.top_ids.int()
+
+
 def collate(rows: Sequence[Row]) -> Batch:
     """Pack answers into one line. Raises ValueError naming a row without a generated token."""
     tokens, positions, segments, supervised = [], [], [], []
@@ -89,7 +95,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments_T=torch.cat(segments),
         supervised_N=torch.cat(supervised),
         next_N=torch.cat([torch.cat([row.prompt, row.generated])[-row.num_laws :] for row in rows]),
-        top_ids_NK=torch.cat([row.top_ids for row in rows]),
+        top_ids_NK=torch.cat([row.top_ids for row in rows]).long(),
         top_log_p_NK=torch.cat([row.top_log_p for row in rows]),
     )
 

@@ -58,11 +58,21 @@ class DraftModel(nn.Module):
         return self.map(hidden_states(self.full[0], batch))
 
     def freeze_embeddings(self) -> None:
-        """Leave the input embeddings as they are; a head tied to them is then kept once."""
-        embeddings = self.full[0].get_input_embeddings().weight
+        """Leave the input embeddings as they are. They and the head, the largest tables of a small
+        draft, are then kept in bfloat16 where that loses nothing, and once where they are tied.
+        """
+        embeddings = self.full[0].get_input_embeddings()
         embeddings.requires_grad_(False)
-        if self.full[0].get_output_embeddings().weight is embeddings:
-            self.head = embeddings.detach()
+        if self.full[0].get_output_embeddings().weight is embeddings.weight:
+            self.head = embeddings.weight.detach()
+        # a subclass may compute with its table; a lookup does not
+        if type(embeddings) is not nn.Embedding or not _is_bfloat16(embeddings.weight):
+            return
+        embeddings.weight.data = embeddings.weight.bfloat16()
+        embeddings.register_forward_hook(lambda _module, _ids, found: found.float())
+        if _is_bfloat16(self.head):
+            self.head = self.full[0].get_output_embeddings().weight.detach().bfloat16()
+            self.full[0].get_output_embeddings().weight.data = self.head
 
     def export(
         self,
@@ -92,6 +102,11 @@ class DraftModel(nn.Module):
         if hot_ids is not None:
             content = {"ids": hot_ids.tolist(), "vocab_size": config.vocab_size}
             (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether numbers are float32 only by name: bfloat16 would hold them all."""
+    return weight.dtype is torch.float32 and torch.equal(weight.bfloat16().float(), weight)
 
 
 def read_hot_ids(folder: str | Path) -> Tensor | None:

@@ -39,8 +39,10 @@ def by_trl(bench: Bench, work: Work) -> Found:
     plain = model.full[0]
     size, width = model.head.shape
     frozen = nn.Linear(width, size, bias=False)
-    frozen.weight = nn.Parameter(model.head, requires_grad=False)
+    frozen.weight = nn.Parameter(model.head.float(), requires_grad=False)
     plain.lm_head = nn.Sequential(model.map, frozen)
+    table = plain.get_input_embeddings().weight
+    table.data = table.float()  # as it loads by itself
     plain.set_attn_implementation("sdpa")
     found = Found()
     settings = bench.config.optim

@@ -24,7 +24,7 @@ from conf.contracts import Draft, Lessons
 from conf.groups import ObjectiveConfig, OptimConfig, TargetConfig
 from conf.run import peak_memory_gib, write_atomically
 from conf.schema import Config
-from data.batches import num_positions
+from data.batches import compact, num_positions
 from data.shards import Row, read_split
 from models.draft import DraftModel, from_layers, read_hot_ids
 from models.load import (
@@ -99,8 +99,8 @@ class Bench:
             sorted(read_split(folder / "lessons", lessons.splits[split]), key=lambda r: r.index)
             for split in ("train", "validation")
         )
-        for row in train:
-            row.hidden = None
+        for row in [*train, *validation]:
+            compact(row)
         return cls(
             config=config,
             target=open_target(config),

@@ -29,7 +29,7 @@ from conf.run import (
 from conf.schema import Config, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
-from data.batches import Batch, collate
+from data.batches import Batch, collate, compact
 from data.shards import Row, read_split
 from models.draft import (
     DraftModel,
@@ -108,8 +108,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     if config.draft.init is DraftInit.layers and config.draft.warm_start:
         count = warm_start(model, _with_hidden(train, device), config.draft.ridge)
         tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
-    for row in train:
-        row.hidden = None
+    for row in [*train, *validation]:
+        compact(row)
     beside = None
     if needs_target(config.objective):
         beside = load_model(target, config.target, device)

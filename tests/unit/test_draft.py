@@ -405,3 +405,26 @@ def test_a_head_is_kept_once_unless_its_tied_embeddings_are_trained(tied: bool) 
     model.freeze_embeddings()
     assert model.head.data_ptr() == plain.get_output_embeddings().weight.data_ptr()
     torch.testing.assert_close(model.head, before)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_tables_in_bfloat16_change_nothing(tied: bool) -> None:
+    """Weights that were rounded to bfloat16 once, as the default target's are."""
+    target = tiny_model(NUM_LAYERS, tie_word_embeddings=tied).bfloat16().float()
+    plain, frozen = (DraftModel(from_layers(target, [0, 1])) for _ in range(2))
+    frozen.freeze_embeddings()
+    tables = (frozen.full[0].get_input_embeddings().weight, frozen.head)
+    assert {table.dtype for table in tables} == {torch.bfloat16}
+    batch = collate([made_up_row(i, 4, 6) for i in range(3)])
+    assert torch.equal(frozen(batch), plain(batch))
+    assert torch.equal(frozen.head.float(), plain.head)
+    frozen(batch).sum().backward()
+    gradients = [p.grad for p in frozen.parameters() if p.requires_grad]
+    assert all(grad is not None and grad.dtype is torch.float32 for grad in gradients)
+
+
+def test_a_table_that_bfloat16_cannot_hold_stays_as_it_is() -> None:
+    model = DraftModel(tiny_model(NUM_LAYERS))
+    model.freeze_embeddings()
+    assert model.head.dtype is torch.float32
+    assert model.full[0].get_input_embeddings().weight.dtype is torch.float32
