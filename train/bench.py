@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from conf.bench import DISTILL_ROWS, Row, write_rows
-from conf.console import Screen
+from conf.console import Screen, text_of
 from conf.contracts import MANIFEST
 from train.bench_work import Found, Work
 
@@ -83,6 +83,13 @@ def by_start(folder: str, measure: Measure) -> Iterator[Row]:
 
 def rows_of(folder: str, measure: Measure, say: Callable[[str], None]) -> list[Row]:
     """Every figure; what fails says so in a row of its own."""
+
+    def told(work: Work) -> Found:
+        found = measure(work)
+        figures = ", ".join(f"{name} {text_of(value)}" for name, value in asdict(found).items())
+        say(f"bench: {work.kind}: {figures}")
+        return found
+
     rows: list[Row] = []
     groups = [by_length, by_source, by_start]
     if importlib.util.find_spec("trl") is None:
@@ -94,7 +101,7 @@ def rows_of(folder: str, measure: Measure, say: Callable[[str], None]) -> list[R
     for group in groups:
         say(f"bench: {group.__doc__}")
         try:
-            rows += group(folder, measure)
+            rows += group(folder, told)
         except Exception as failed:  # whatever one dies of, the figures of the others stand
             error = f"{type(failed).__name__}: {failed}"
             name = f"distill.{group.__name__}"

@@ -57,7 +57,9 @@ def with_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_trl")
 def test_rows_are_ratios_and_differences_of_what_was_measured() -> None:
-    rows = {row.name: row for row in rows_of("run", found, lambda _: None)}
+    said: list[str] = []
+    rows = {row.name: row for row in rows_of("run", found, said.append)}
+    assert any(line.startswith("bench: trl: steps 10, tokens 1000") for line in said)
     assert {name: row.to_reach for name, row in rows.items()} == GOALS
     assert {name: row.value for name, row in rows.items()} == pytest.approx(
         {
