@@ -197,8 +197,8 @@ class DraftConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised at each supervised position; a second divergence can take over as a
-    finishing phase.
+    """What is minimised at each supervised position, and who teaches it; a second divergence can
+    take over as a finishing phase.
     """
 
     source: Supervision = Supervision.recorded  # where the target's distributions come from

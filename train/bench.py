@@ -42,6 +42,7 @@ def measured(work: Work) -> Found:
 
 
 def row(name: str, value: float, unit: str, to_reach: str) -> Row:
+    """A figure of this benchmark."""
     return Row(name=f"distill.{name}", value=value, unit=unit, to_reach=to_reach, command=COMMAND)
 
 
