@@ -73,6 +73,7 @@ chat: $(READY) ## talk to the target through its draft
 
 .PHONY: bench
 bench: $(READY) ## write outputs/bench/bench.json and show it as a table
+	$(RUN) -m train.bench $(ARGS)
 	$(RUN) -m eval bench $(ARGS)
 
 .PHONY: test

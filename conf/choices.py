@@ -40,6 +40,15 @@ class Divergence(StrEnum):
     tv = "tv"
     lk_alpha = "lk_alpha"
     lk_lambda = "lk_lambda"
+    tvd_plus_plus = "tvd_plus_plus"
+    cross_entropy = "cross_entropy"  # of the target's tokens; reads no distribution
+
+
+class Supervision(StrEnum):
+    recorded = "recorded"  # the distributions that the target's answers were recorded with
+    online = "online"  # the target runs beside the draft: its whole distributions
+    on_policy = "on_policy"  # online, and the draft goes on by itself in some of the answers
+    hard = "hard"  # the target's tokens alone, as of a target that shows no distributions
 
 
 class Verification(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from conf.choices import (
     LayerRule,
     Optimizer,
     SourceKind,
+    Supervision,
     TrackerKind,
     Verification,
 )
@@ -205,17 +207,78 @@ class DraftConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised at each supervised position; a second divergence can take over as a
-    finishing phase.
+    """What is minimised at each supervised position, and who teaches it; a second divergence can
+    take over as a finishing phase.
     """
 
+    source: Supervision = Supervision.recorded  # where the target's distributions come from
     divergence: Divergence = Divergence.forward_kl
+    # weights, instead of one `divergence`: +objective.mixture={forward_kl:0.7,cross_entropy:0.3}
+    mixture: dict[str, float] = field(default_factory=dict)
     beta: float = 0.5  # jsd: weight of the target in the mixture
     eta: float = 3.0  # lk_lambda: how fast weight moves from KL to TV as acceptance grows
     finish: Divergence | None = None  # divergence of the last phase
     finish_share: float = 0.0  # share of the steps that the last phase takes
+    on_policy_share: float = 0.5  # on_policy: probability that the draft goes on in an answer
+    rollout_tokens: int = 8  # on_policy: tokens it then writes, at most
+    # another run of the same outputs folder and target, whose draft selects what is learned
+    reference: str = ""
+    # of each answer's positions, those the draft is furthest behind the reference at (AdaSPEC)
+    select_share: float = 1.0
+
+    def weights(self) -> dict[Divergence, float]:
+        """The divergences of the first phase and their weights."""
+        if not self.mixture:
+            return {self.divergence: 1.0}
+        return {Divergence(name): weight for name, weight in self.mixture.items()}
+
+    @property
+    def divergences(self) -> set[Divergence]:
+        """Every divergence that is minimised at some time."""
+        return {*self.weights(), *([] if self.finish is None else [self.finish])}
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the target's tokens are learned from, which only its answers hold."""
+        return Divergence.cross_entropy in self.divergences
 
     def __post_init__(self) -> None:
+        for name, weight in self.mixture.items():
+            require(
+                name in list(Divergence) and 0 < weight < math.inf,
+                f"objective.mixture.{name}",
+                weight,
+                "a mixture gives divergences positive weights",
+                f"Name some of {', '.join(Divergence)}",
+            )
+        require(
+            0 <= self.on_policy_share <= 1,
+            "objective.on_policy_share",
+            self.on_policy_share,
+            "it is a probability",
+            "Use a number between 0 and 1",
+        )
+        require(
+            0 < self.select_share <= 1,
+            "objective.select_share",
+            self.select_share,
+            "it is a share of the positions",
+            "Use more than 0, up to 1",
+        )
+        require(
+            (self.select_share < 1) == bool(self.reference),
+            "objective.select_share",
+            self.select_share,
+            f"positions are selected by a reference, and objective.reference={self.reference!r}",
+            "Name a run as the reference and a share below 1, or neither",
+        )
+        require(
+            self.rollout_tokens >= 1,
+            "objective.rollout_tokens",
+            self.rollout_tokens,
+            "the draft would write nothing",
+            "Use 1 or more, for example as many tokens as it drafts",
+        )
         require(
             0 < self.beta < 1,
             "objective.beta",
@@ -306,7 +369,7 @@ class RuntimeConfig:
     num_threads: int = 0  # CPU threads; 0: torch's own choice
     # our decoder reads a draft's weights as int8 on a CPU; the exported ones are not changed
     int8_draft: bool = True
-    head_chunk: int = 512  # positions whose logits are alive at once in training
+    head_chunk: int = 256  # positions whose logits are alive at once in training
     # of matrix products in training; parameters and divergences stay float32
     train_dtype: Dtype = Dtype.auto
 
@@ -316,7 +379,7 @@ class RuntimeConfig:
             "runtime.head_chunk",
             self.head_chunk,
             "the head needs at least a position",
-            "Use 512",
+            "Use 256",
         )
 
 

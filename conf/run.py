@@ -12,12 +12,12 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from conf.contracts import MANIFEST, Manifest, Provenance
 from conf.errors import ConfigError
@@ -41,14 +41,20 @@ class Resume(StrEnum):
     complete = "skip"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Write under a temporary name, flush to disk, rename: a reader sees the old file or the new
     one, never a part.
+
+    A function as content writes to the file that it is given: what is large need not be in memory
+    twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 from pathlib import Path
 
-from conf.choices import DraftInit, SourceKind, Stage
+from conf.choices import Divergence, DraftInit, SourceKind, Stage, Supervision
 from conf.errors import require
-from conf.groups import SourceConfig
+from conf.groups import ObjectiveConfig, SourceConfig
 from conf.schema import Config
 
 
@@ -68,6 +68,39 @@ def validate(config: Config) -> None:
         list(config.draft.layers),
         "a pretrained draft brings its own layers",
         "Remove draft.layers or use draft.init=layers",
+    )
+    require(
+        config.objective.reference != config.name,
+        "objective.reference",
+        config.objective.reference,
+        "a run cannot be the reference of its own draft",
+        "Train the reference under another name=",
+    )
+    _validate_objective(config.objective)
+
+
+def _validate_objective(objective: ObjectiveConfig) -> None:
+    need_laws = sorted(objective.divergences - {Divergence.cross_entropy})
+    require(
+        objective.source is not Supervision.hard or not need_laws,
+        "objective.source",
+        objective.source,
+        f"the target's tokens alone do not give {', '.join(need_laws)}, which needs distributions",
+        "Use objective=hard, or another source",
+    )
+    require(
+        objective.source is not Supervision.hard or not objective.reference,
+        "objective.reference",
+        objective.reference,
+        "positions are selected by distributions, and objective.source=hard has none",
+        "Use another source, or no reference",
+    )
+    require(
+        objective.source is not Supervision.on_policy or not objective.reads_tokens,
+        "objective.source",
+        objective.source,
+        "cross_entropy needs tokens that the target wrote, and here the draft writes some",
+        "Leave cross_entropy out, or use objective.source=online",
     )
 
 

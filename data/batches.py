@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class Batch:
         same_TT = self.segments_T.unsqueeze(1) == self.segments_T.unsqueeze(0)
         return same_TT.tril().unsqueeze(0).unsqueeze(0)
 
+    def supervise(self, kept: Tensor) -> Batch:
+        """The same line, learned from at some of its supervised positions only."""
+        names = ("supervised_N", "next_N", "top_ids_NK", "top_log_p_NK")
+        return replace(self, **{name: getattr(self, name)[kept] for name in names})
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
         moved = {
@@ -60,6 +65,12 @@ class Batch:
 def num_positions(row: Row) -> int:
     """Packed positions an answer takes: the last generated token predicts nothing."""
     return len(row.prompt) + len(row.generated) - 1
+
+
+def compact(row: Row) -> None:
+    """Drop what training does not read of an answer, and keep its ids in half the bytes."""
+    row.hidden = None
+    row.top_ids = row.top_ids.int()
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -86,7 +97,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments_T=torch.cat(segments),
         supervised_N=torch.cat(supervised),
         next_N=torch.cat([torch.cat([row.prompt, row.generated])[-row.num_laws :] for row in rows]),
-        top_ids_NK=top_ids_NK,
+        top_ids_NK=top_ids_NK.long(),
         top_log_p_NK=top_log_p_NK,
     )
 

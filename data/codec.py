@@ -75,7 +75,7 @@ def encode(ids_MK: Tensor, log_p_MK: Tensor, vocab_size: int) -> dict[str, Tenso
         "counts": counts_M.to(torch.uint8 if longest < 2**8 else torch.int16),
         "rest": (rest_M.where(~(rest_M > 0.5), -mass_M) * REST_UNITS).half(),
         "ids": pack(ids_MK[there_MK], width(vocab_size)),
-        "second": pad(codes_MK, (0, 1))[:, 1].contiguous(),
+        "second": pad(codes_MK, (0, 2))[:, 1].contiguous(),
         "further": pack(codes_MK[:, 2:][there_MK[:, 2:]], FURTHER_BITS),
     }
 

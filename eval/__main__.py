@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only",
         nargs="+",
-        choices=("e2e", "decode", "generate", "codec"),
+        choices=("e2e", "distill", "decode", "generate", "codec"),
         help="these groups of figures (default: all)",
     )
     chat.add_argument("--once", metavar="PROMPT", help="answer this and leave")
@@ -171,12 +171,18 @@ def chosen_run(outputs: Path, name: str | None) -> Path:
 
 def bench_command(options: argparse.Namespace) -> int:
     """`python -m eval bench`."""
-    from eval.bench import BENCHMARKS, bench
+    from eval.bench import BENCHMARKS, bench, distill
     from eval.bench_codec import codec
     from eval.bench_decode import decode
     from eval.bench_generate import generate
 
-    known = {**BENCHMARKS, "decode": decode, "generate": generate, "codec": codec}
+    known = {
+        **BENCHMARKS,
+        "distill": distill,
+        "decode": decode,
+        "generate": generate,
+        "codec": codec,
+    }
     chosen = {name: known[name] for name in options.only or known}
     rows = bench(options.outputs / (options.run or "main"), options.outputs, benchmarks=chosen)
     return int(any(row.error for row in rows))

@@ -6,64 +6,23 @@ registry; one that fails says so in a row of its own and the others are kept.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from conf.bench import DISTILL_ROWS, Row, read_rows, write_rows
 from conf.contracts import Report
-from conf.run import write_atomically
+from conf.errors import UserError
 from eval.table import pooled, reproduce_command
 
 log = logging.getLogger(__name__)
 
 LOG_WIDTH = 160
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One figure. A failed benchmark has no value and an `error`.
-
-    `to_reach` is a comparison such as ">= 1.25", or empty when the figure only informs.
-    """
-
-    name: str
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    unit: str
-    to_reach: str = ""
-    command: str
-    error: str = ""
-
-    def __post_init__(self) -> None:
-        sign, _, limit = self.to_reach.partition(" ")
-        if self.to_reach:
-            float(limit)
-            assert sign in (">=", "<="), f"{self.name}: to_reach={self.to_reach!r} is no comparison"
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the value meets `to_reach`; None when there is nothing to meet."""
-        if not self.to_reach:
-            return None
-        sign, _, limit = self.to_reach.partition(" ")
-        if self.value is None:
-            return False
-        return self.value >= float(limit) if sign == ">=" else self.value <= float(limit)
-
-    def as_json(self) -> dict[str, Any]:
-        """The row of bench.json; `error` is there only when the benchmark failed."""
-        tree = dataclasses.asdict(self)
-        return tree if self.error else {key: tree[key] for key in tree if key != "error"}
 
 
 Benchmark = Callable[[Path, Path], Iterable[Row]]
@@ -123,8 +82,16 @@ def end_to_end(folder: Path, _outputs: Path) -> list[Row]:
     ]
 
 
-# Name (the prefix of its rows) -> benchmark, in the order they run; those that load models are
-# added by the caller of `bench`.
+def distill(_folder: Path, outputs: Path) -> list[Row]:
+    """What `python -m train.bench` measured; raises UserError when it has not run."""
+    path = outputs / DISTILL_ROWS
+    if not path.is_file():
+        raise UserError(f"{path} is not there: `python -m train.bench` makes it, in 10 minutes.")
+    return read_rows(path)
+
+
+# Name (the prefix of its rows) -> benchmark, in the order they run; those that load models, and
+# those that another command measured, are added by the caller of `bench`.
 BENCHMARKS: dict[str, Benchmark] = {"e2e": end_to_end}
 
 
@@ -146,8 +113,7 @@ def bench(
             log.debug("benchmark %s failed", name, exc_info=True)
             error = f"{type(failed).__name__}: {failed}"
             rows.append(Row(name=name, value=None, unit="", command="make bench", error=error))
-    content = json.dumps([row.as_json() for row in rows], indent=1, ensure_ascii=False) + "\n"
-    write_atomically(outputs / "bench" / "bench.json", content)
+    write_rows(outputs / "bench" / "bench.json", rows)
     # a log has no width that a table would have to fit
     width = None if sys.stdout.isatty() else LOG_WIDTH
     (console or Console(width=width)).print(bench_table(rows))

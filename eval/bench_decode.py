@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from conf.bench import Row
 from conf.choices import Verification
 from conf.contracts import Lessons, Report
 from conf.groups import EvalConfig, RuntimeConfig
 from conf.schema import Config
 from data.shards import read_split
-from eval.bench import Row
 from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
 from eval.plain import plain_generate

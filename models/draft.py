@@ -30,7 +30,7 @@ from conf.groups import DraftConfig
 from data.batches import Batch
 from data.shards import Row
 from models.decoding.engine import decoder_layers
-from models.packed import PACKED
+from models.packed import hidden_states, pack_attention
 
 HOT_VOCAB = "hot_vocab.json"
 
@@ -42,51 +42,37 @@ class DraftModel(nn.Module):
         super().__init__()
         head = model.get_output_embeddings()
         self.config = model.config
-        self.head = head.weight.detach().clone()  # V E, neither trained nor part of the state
+        self.head = head.weight.detach()  # V E, neither trained nor part of the state
+        if head.weight is model.get_input_embeddings().weight:
+            self.head = self.head.clone()  # the embeddings may be trained
         self.body = model.base_model
         self.map = nn.Linear(
             head.in_features, head.in_features, bias=False, device=head.weight.device
         )
         nn.init.eye_(self.map.weight)
-        if self.config._attn_implementation == "sdpa" and self.head.device.type == "cpu":
-            model.set_attn_implementation(PACKED)
+        pack_attention(model)
         self.full = [model]  # in a list: a submodule would register the body twice
 
     def forward(self, batch: Batch) -> Tensor:
         """Features of every packed position; attention stays inside each answer."""
-        out = self.body(
-            input_ids=batch.tokens_T.unsqueeze(0),
-            position_ids=batch.positions_T.unsqueeze(0),
-            attention_mask=self._mask(batch),
-            use_cache=False,
-        )
-        return self.map(out.last_hidden_state)
-
-    def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Where attention may look, shape 11TT; one mask per layer type if the model mixes them."""
-        span: int = getattr(self.config, "sliding_window", None) or 0
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        slides = bool(span) and kinds != {"full_attention"}
-        if self.config._attn_implementation == PACKED and not slides:
-            return batch.positions_T.view(1, 1, 1, -1)
-        full = batch.mask()
-        masks = {"full_attention": full}
-        if slides:
-            age_TT = batch.positions_T.unsqueeze(1) - batch.positions_T.unsqueeze(0)
-            masks["sliding_attention"] = full & (age_TT < span)
-        # adds its mask to the scores, so booleans would hide nothing
-        if self.config._attn_implementation == "eager":
-            masks = {
-                kind: torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e9)
-                for kind, mask in masks.items()
-            }
-        if len(kinds) > 1:
-            return masks
-        return masks.get("sliding_attention", masks["full_attention"])
+        return self.map(hidden_states(self.full[0], batch))
 
     def freeze_embeddings(self) -> None:
-        """Leave the input embeddings as they are."""
-        self.full[0].get_input_embeddings().weight.requires_grad_(False)
+        """Leave the input embeddings as they are. They and the head, the largest tables of a small
+        draft, are then kept in bfloat16 where that loses nothing, and once where they are tied.
+        """
+        embeddings = self.full[0].get_input_embeddings()
+        embeddings.requires_grad_(False)
+        if self.full[0].get_output_embeddings().weight is embeddings.weight:
+            self.head = embeddings.weight.detach()
+        # a subclass may compute with its table; a lookup does not
+        if type(embeddings) is not nn.Embedding or not _is_bfloat16(embeddings.weight):
+            return
+        embeddings.weight.data = embeddings.weight.bfloat16()
+        embeddings.register_forward_hook(lambda _module, _ids, found: found.float())
+        if _is_bfloat16(self.head):
+            self.head = self.full[0].get_output_embeddings().weight.detach().bfloat16()
+            self.full[0].get_output_embeddings().weight.data = self.head
 
     def export(
         self,
@@ -116,6 +102,11 @@ class DraftModel(nn.Module):
         if hot_ids is not None:
             content = {"ids": hot_ids.tolist(), "vocab_size": config.vocab_size}
             (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether numbers are float32 only by name: bfloat16 would hold them all."""
+    return weight.dtype is torch.float32 and torch.equal(weight.bfloat16().float(), weight)
 
 
 def read_hot_ids(folder: str | Path) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import importlib.metadata
 import json
@@ -79,6 +81,16 @@ def set_threads(runtime: RuntimeConfig) -> None:
     """Limit torch's CPU threads where the configuration says so."""
     if runtime.num_threads:
         torch.set_num_threads(runtime.num_threads)
+
+
+def release_freed() -> None:
+    """Hand the memory of dropped objects back to the system: glibc keeps that of small blocks,
+    which for a model's weights is most of it.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def cache_folder() -> Path:

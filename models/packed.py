@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from data.batches import Batch
 
 PACKED = "draftsmith_packed"
 SHORT = 1024  # positions up to which scores are cheap to keep
@@ -62,6 +64,52 @@ def _causal(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor
     future = future_TT.triu(1).repeat(num_groups, 1)
     weights = torch.baddbmm(future, rows, k_KTD.transpose(1, 2)).softmax(-1)
     return (weights @ v_KTD).reshape(num_heads, length, -1)
+
+
+def pack_attention(model: PreTrainedModel) -> None:
+    """On a CPU, let a model attend answer by answer; its calls without packed positions work as
+    before.
+    """
+    if model.config._attn_implementation == "sdpa" and model.device.type == "cpu":
+        model.set_attn_implementation(PACKED)
+
+
+def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """What a model's head would read at every packed position, shape 1TD; attention stays inside
+    each answer.
+    """
+    out = model.base_model(
+        input_ids=batch.tokens_T.unsqueeze(0),
+        position_ids=batch.positions_T.unsqueeze(0),
+        attention_mask=_mask(model, batch),
+        use_cache=False,
+    )
+    states: Tensor = out.last_hidden_state
+    return states
+
+
+def _mask(model: PreTrainedModel, batch: Batch) -> Tensor | dict[str, Tensor]:
+    """Where attention may look, shape 11TT; one mask per layer type if the model mixes them."""
+    config = model.config
+    span: int = getattr(config, "sliding_window", None) or 0
+    kinds = set(getattr(config, "layer_types", None) or [])
+    slides = bool(span) and kinds != {"full_attention"}
+    if config._attn_implementation == PACKED and not slides:
+        return batch.positions_T.view(1, 1, 1, -1)
+    full = batch.mask()
+    masks = {"full_attention": full}
+    if slides:
+        age_TT = batch.positions_T.unsqueeze(1) - batch.positions_T.unsqueeze(0)
+        masks["sliding_attention"] = full & (age_TT < span)
+    # adds its mask to the scores, so booleans would hide nothing
+    if config._attn_implementation == "eager":
+        masks = {
+            kind: torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e9)
+            for kind, mask in masks.items()
+        }
+    if len(kinds) > 1:
+        return masks
+    return masks.get("sliding_attention", masks["full_attention"])
 
 
 AttentionInterface.register(PACKED, attend_packed)

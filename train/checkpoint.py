@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ BEST = "best.pt"
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint atomically."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, lambda file: torch.save(state, file))
 
 
 def load_state(path: Path) -> dict[str, Any] | None:

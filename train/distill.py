@@ -1,10 +1,9 @@
-"""Stage distill: a draft learns the recorded distributions. The target is in memory only to copy
-layers from it.
+"""Stage distill: a draft learns the target's distributions. From recorded ones, the target is in
+memory only to copy layers from it.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from conf.run import (
 from conf.schema import Config, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
-from data.batches import Batch, collate
+from data.batches import Batch, collate, compact
 from data.shards import Row, read_split
 from models.calibration import calibrate
 from models.draft import (
@@ -48,12 +47,16 @@ from models.load import (
     load_folder,
     load_model,
     open_target,
+    release_freed,
     set_threads,
 )
 from models.vocab import require_same_tokenizer
 from train.checkpoint import BEST, STATE, load_state
+from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
+from train.select import open_selection
+from train.supervision import needs_target, source_of
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
@@ -76,6 +79,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         lessons=lessons.fingerprint,
         dtype=str(config.runtime.train_dtype),
     )
+    if config.objective.reference:
+        made_by["reference"] = Draft.read(reference_folder(config)).fingerprint
     if run.resume(run.draft, Draft, made_by) is Resume.complete:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
@@ -104,20 +109,35 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     if config.draft.init is DraftInit.layers and config.draft.warm_start:
         count = warm_start(model, _with_hidden(train, device), config.draft.ridge)
         tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
-    for row in train:
-        row.hidden = None
-    trainer = Trainer(config, model, head, train, validation)
-    chosen = config.target.dtype
-    export_dtype = torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
+    for row in [*train, *validation]:
+        compact(row)
+    beside = None
+    if needs_target(config.objective):
+        beside = load_model(target, config.target, device)
+    source = source_of(
+        config.objective,
+        seed=config.seed,
+        target=beside,
+        model=model,
+        head=head,
+        stop_ids=target.stop_ids,
+    )
+    selection = open_selection(config.objective, reference_folder(config) / MODEL, head, device)
+    release_freed()
+    trainer = Trainer(config, model, head, train, validation, source, selection)
     if process_rank() == 0:
-        model.export(run.draft / INITIAL, target.tokenizer, export_dtype, hot_ids)
+        model.export(run.draft / INITIAL, target.tokenizer, export_dtype(config, device), hot_ids)
     _announce(tracker, model, trainer)
+    expected = estimate(trainer)
     if trainer.restore(run.draft):
         tracker.message(
             f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
         )
+    tracker.event("distill/estimate", expected.event(trainer.progress.step))
     earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
+    del trainer, source, beside, selection
+    release_freed()  # gradients and moments, before a second copy of the draft is made
     best = load_state(run.draft / BEST)
     assert best is not None
     model.load_state_dict(best["model"], strict=False)
@@ -141,7 +161,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         seconds=round(progress.seconds, 1),
     )
     if process_rank() == 0:
-        model.export(run.draft / MODEL, target.tokenizer, export_dtype, hot_ids)
+        model.export(run.draft / MODEL, target.tokenizer, export_dtype(config, device), hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
         exported = load_folder(run.draft / MODEL, dtype=torch.float32, device=device)
         calibrate(exported, hot_ids, validation).write(run.draft / MODEL)
@@ -185,6 +205,17 @@ def _by_key(tree: dict[str, Any]) -> dict[str, Any]:
     return {prefix + key: value for prefix, group in groups for key, value in group.items()}
 
 
+def export_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The numbers that the target's weights are rounded to, and the exported draft's."""
+    chosen = config.target.dtype
+    return torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
+
+
+def reference_folder(config: Config) -> Path:
+    """Where the draft is that selects what this one learns."""
+    return Path(config.outputs).absolute() / config.objective.reference / "draft"
+
+
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
     """The draft before any training, and the target's layers in it."""
     if config.draft.init is DraftInit.pretrained:
@@ -195,13 +226,12 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
         layers: list[int] = []
     else:
-        full = load_model(target, config.target, torch.device("cpu"), torch.float32)
+        full = load_model(target, config.target, torch.device("cpu"), export_dtype(config, device))
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
         plain = from_layers(full, layers)
         nn.Module.to(plain, device)
         model = DraftModel(plain)
         del full
-        gc.collect()
     if not config.draft.train_embeddings:
         model.freeze_embeddings()
     return model, layers

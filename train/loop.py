@@ -17,24 +17,25 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from conf.choices import Supervision
 from conf.contracts import Acceptance
 from conf.errors import UserError
 from conf.schema import Config
 from conf.tracking import Tracker
-from data.batches import Batch, collate, num_positions, plan_batches
+from data.batches import collate, num_positions, plan_batches
 from data.shards import Row
-from data.statistics import pooled
 from models.draft import DraftModel
 from models.load import dtype_of
 from train.checkpoint import BEST, STATE, load_state, save_state
-from train.head import Head, Sums
-from train.objectives import divergence
+from train.head import Head, Sums, features_of
+from train.objectives import objective
 from train.optim import Optimizers, rate_factor
+from train.select import Selection, num_selected
+from train.supervision import Source
+from train.validation import evaluate
 
 LOG_SECONDS = 10.0
 NUM_COLD = 1024
-EVAL_TOKENS = 4096
-CONFIDENCE = 0.9
 
 
 class NonFiniteLoss(UserError, ArithmeticError):
@@ -54,37 +55,6 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-@torch.no_grad()
-def evaluate(model: DraftModel, head: Head, rows: Sequence[Row], dtype: torch.dtype) -> Acceptance:
-    """Expected acceptance on recorded answers (a lower bound, see Head.acceptance), with a 90%
-    bootstrap interval.
-
-    The interval resamples answers, because positions of one answer are not independent.
-    """
-    model.eval()
-    totals: list[float] = []
-    counts: list[int] = []
-    pack: list[Row] = []
-    for index, row in enumerate(rows):
-        pack.append(row)
-        if sum(map(num_positions, pack)) < EVAL_TOKENS and index + 1 < len(rows):
-            continue
-        batch = collate(pack).to(head.weight_HE.device)
-        values = head.acceptance(_features(model, batch, dtype), batch).cpu()
-        for part in values.split([row.num_laws for row in pack]):
-            totals.append(float(part.sum()))
-            counts.append(len(part))
-        pack = []
-    return pooled(totals, counts, CONFIDENCE)
-
-
-def _features(model: DraftModel, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """What the head reads at the supervised positions, NE."""
-    device_type = batch.tokens_T.device.type
-    with torch.autocast(device_type, dtype, enabled=dtype is not torch.float32):
-        return model(batch)[0, batch.supervised_N]
-
-
 class Trainer:
     """Trains a draft on recorded answers; every process holds the whole draft."""
 
@@ -95,8 +65,11 @@ class Trainer:
         head: Head,
         train: Sequence[Row],
         validation: Sequence[Row],
+        source: Source | None = None,
+        selection: Selection | None = None,
     ):
         self.config, self.model, self.head = config, model, head
+        self.source, self.selection = source or Source(), selection
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
         self.device = head.weight_HE.device
@@ -140,7 +113,7 @@ class Trainer:
         with tracker.progress("distill", len(self.plan), "steps") as bar:
             bar.advance(done.step)
             for step in range(done.step, len(self.plan)):
-                sums, norm = self._step(step)
+                sums, norm = self.step(step)
                 since += sums
                 done.step, done.num_tokens = step + 1, done.num_tokens + sums.count
                 bar.advance()
@@ -154,23 +127,12 @@ class Trainer:
         self.state.wait_for_everyone()  # until the first process has written the best weights
         return done
 
-    def _step(self, step: int) -> tuple[Sums, float]:
+    def step(self, step: int) -> tuple[Sums, float]:
         """One optimizer step; sums over all processes."""
-        rows = [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
-        count = self._sum_over_processes(torch.tensor([float(sum(row.num_laws for row in rows))]))
-        scale = 1.0 / max(float(count), 1.0)
-        rng = torch.Generator().manual_seed(hash((self.config.seed, step)) % 2**63)
-        # no dropout: its random state would be one more thing to resume, and the target had none
-        self.model.eval()
-        local = Sums()
-        if rows:
-            batch = collate(rows).to(self.device)
-            features = _features(self.model, batch, self.dtype)
-            objective = divergence(self.config.objective, step / len(self.plan))
-            local, gradient = self.head.backward(
-                features.detach(), batch, objective, scale=scale, rng=rng
-            )
-            features.backward(gradient)
+        rows = self.texts_of(self.rows_of(step), step)
+        learned = float(sum(map(self._num_learned, rows)))
+        count = self._sum_over_processes(torch.tensor([learned]))
+        local = self.add_gradients(rows, step, 1.0 / max(float(count), 1.0))
         totals = self._sum_over_processes(
             torch.tensor([local.loss, local.acceptance, float(local.count)])
         )
@@ -189,6 +151,48 @@ class Trainer:
                 f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
         return Sums(loss, float(totals[1]), int(totals[2])), norm
+
+    def rows_of(self, step: int) -> list[Row]:
+        """This process's answers of a step."""
+        return [self.train_rows[i] for i in self.plan[step][self.state.process_index]]
+
+    def _num_learned(self, row: Row) -> int:
+        share = 1.0 if self.selection is None else self.selection.share
+        return num_selected(row.num_laws, share)
+
+    def texts_of(self, rows: Sequence[Row], step: int) -> list[Row]:
+        """What a step learns from, made from its recorded answers."""
+        return self.source.rows(rows, step, self._features)
+
+    def _features(self, rows: Sequence[Row]) -> Tensor:
+        self.model.eval()
+        return features_of(self.model, collate(rows).to(self.device), self.dtype)
+
+    def add_gradients(self, rows: Sequence[Row], step: int, scale: float) -> Sums:
+        """Add the gradients of `scale` * (summed loss of these answers) to the parameters'."""
+        # no dropout: its random state would be one more thing to resume, and the target had none
+        self.model.eval()
+        if not rows:
+            return Sums()
+        seed = hash((self.config.seed, step)) % 2**63
+        batch = collate(rows).to(self.device)
+        target = self.source.laws(batch)
+        features = features_of(self.model, batch, self.dtype)
+        if self.selection is not None:
+            counts = [row.num_laws for row in rows]
+            kept = self.selection.choose(batch, counts, features, self.head, target, seed)
+            batch, features = batch.supervise(kept), features[kept]
+            target = None if target is None else target.at(kept)
+        sums, gradient = self.head.backward(
+            features.detach(),
+            batch,
+            objective(self.config.objective, step / len(self.plan)),
+            scale=scale,
+            rng=torch.Generator().manual_seed(seed),
+            target=target,
+        )
+        features.backward(gradient)
+        return sums
 
     _last_saved: int | None = None
 
@@ -241,9 +245,16 @@ class Trainer:
             step=step + 1,
         )
 
+    def judge(self, rows: Sequence[Row]) -> Acceptance:
+        """What checkpoints are selected by: expected acceptance on recorded laws, or, where only
+        tokens are learned from, the probability of the target's token.
+        """
+        by_tokens = self.config.objective.source is Supervision.hard
+        return evaluate(self.model, self.head, rows, self.dtype, by_tokens=by_tokens)
+
     def _validate(self, folder: Path, tracker: Tracker) -> None:
         """Validate, remember the best weights, save everything."""
-        found = evaluate(self.model, self.head, self.validation_rows, self.dtype)
+        found = self.judge(self.validation_rows)
         done = self.progress
         if not math.isfinite(found.value):  # before such weights replace the last good ones
             raise self._non_finite(

@@ -65,6 +65,14 @@ class Optimizers:
             member.zero_grad(set_to_none=True)
         return norm
 
+    def rehearse(self) -> None:
+        """Do the work of a step with the gradients there are, and leave no trace of it: at rate 0
+        no weight changes, and states are forgotten. Only before the first step.
+        """
+        self.step(0.0)
+        for member in self.members:
+            member.state.clear()
+
     def state_dict(self) -> list[dict[str, Any]]:
         """States of all members."""
         return [member.state_dict() for member in self.members]

@@ -37,8 +37,9 @@ from tests.lessons import made_up_row, recorded_rows, write_recorded
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from train.distill import distill
 from train.head import Head
-from train.loop import NonFiniteLoss, Trainer, evaluate
+from train.loop import NonFiniteLoss, Trainer
 from train.optim import Optimizers
+from train.validation import evaluate
 
 ROOT = Path(__file__).parents[2]
 TOKENS_PER_STEP = 64
@@ -299,6 +300,39 @@ def test_an_unfinished_draft_of_another_configuration_is_not_mixed_in(
 # ---------------------------------------------------------------- two processes
 
 
+def train_alone_and_shared(recording: Recording, folder: Path, *overrides: str) -> Run:
+    """Train in this process, as run `alone`, and by the documented command in two processes, as the
+    run that is returned.
+    """
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "nothing reads this"}) + "\n", "utf-8")
+    run = recording.open(folder / "shared")
+    settings = [
+        *("stage=distill", "name=shared", f"outputs={folder}", "tracker=none"),
+        *("data=file", f"data.sources.prompts.path={prompts}"),
+        *("eval=file", f"eval.suites.prompts.path={prompts}"),
+        *("target=hub", f"target.path={recording.target}", "target.dtype=float32"),
+        *("draft.num_layers=1", "draft.hot_vocab=200"),
+        *("runtime.device=cpu", "runtime.num_threads=1", "runtime.train_dtype=float32"),
+        *overrides,
+    ]
+    register()
+    with initialize_config_dir(CONFIG_FOLDER, version_base="1.3"):
+        train(recording, folder / "alone", typed(compose("config", settings)))
+    # --cpu, or neither, would start one process whatever --num_processes says
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", *launch, "--main_process_port=0", "-m", "train", *settings],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return run
+
+
 def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path) -> None:
     """By the documented command. Steps give the ranks unequal numbers of tokens, or one none."""
     lengths = [num_positions(row) for row in recording.train]
@@ -309,33 +343,12 @@ def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path)
     assert any(0 < min(pair) < max(pair) for pair in counts), counts
     assert any(0 in pair for pair in counts), counts
 
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "nothing reads this"}) + "\n", "utf-8")
-    run = recording.open(tmp_path / "shared")
-    overrides = [
-        *("stage=distill", "name=shared", f"outputs={tmp_path}", "tracker=none"),
-        *("data=file", f"data.sources.prompts.path={prompts}"),
-        *("eval=file", f"eval.suites.prompts.path={prompts}"),
-        *("target=hub", f"target.path={recording.target}", "target.dtype=float32"),
-        *("draft.num_layers=1", "draft.hot_vocab=200"),
-        *("runtime.device=cpu", "runtime.num_threads=1", "runtime.train_dtype=float32"),
+    run = train_alone_and_shared(
+        recording,
+        tmp_path,
         *("optim=adamw", "optim.lr=3e-3", "optim.tokens_per_step=40", "optim.max_steps=12"),
         *("optim.num_epochs=1", "optim.evaluate_every=4"),
-    ]
-    register()
-    with initialize_config_dir(CONFIG_FOLDER, version_base="1.3"):
-        train(recording, tmp_path / "alone", typed(compose("config", overrides)))
-    # --cpu, or neither, would start one process whatever --num_processes says
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, "--main_process_port=0", "-m", "train", *overrides],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
     ours, theirs = Draft.read(run.draft), Draft.read(tmp_path / "alone" / "draft")
     assert ours.fingerprint == theirs.fingerprint
     assert (ours.num_steps, ours.best_step) == (theirs.num_steps, theirs.best_step)

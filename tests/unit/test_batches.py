@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.batches import collate, deal, num_positions, plan_batches, plan_epoch
+from data.batches import collate, compact, deal, num_positions, plan_batches, plan_epoch
 from models.draft import DraftModel
 from tests.lessons import made_up_row
 from tests.tiny import tiny_model
@@ -219,3 +219,18 @@ def test_epochs_are_counted_in_steps(sizes: list[int], num_epochs: float) -> Non
         expected += steps[: max(1, round(min(1.0, num_epochs - epoch) * len(steps)))]
         epoch += 1
     assert plan == expected
+
+
+def test_compact_answers_make_the_same_batch() -> None:
+    rows = [made_up_row(i, 3, 5 + i, hidden_size=8) for i in range(4)]
+    before = collate(rows)
+    size = sum(row.top_ids.nbytes for row in rows)
+    for row in rows:
+        compact(row)
+    assert sum(row.top_ids.nbytes for row in rows) == size // 2
+    assert all(row.hidden is None for row in rows)
+    after = collate(rows)
+    assert after.top_ids_NK.dtype is torch.int64
+    for name, value in vars(before).items():
+        same = torch.equal(getattr(after, name), value) if name != "rows" else True
+        assert same, name

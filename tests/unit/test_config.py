@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
     "no list": (["eval.gammas=3"], ["eval.gammas=3", "list"]),
     "no choice": (["objective.divergence=kl"], ["objective.divergence=kl", "forward_kl"]),
     "no stage": (["stage=al"], ["stage=al", "evaluate"]),
-    "no option": (["objective=kl"], ["objective=kl", "Choose one of forward_kl, lk"]),
+    "no option": (["objective=kl"], ["objective=kl", "Choose one of forward_kl, hard"]),
     "no experiment": (["experiment=nope"], ["experiment=nope", "smoke"]),
     "half a list": (["eval.gammas=[1,2"], ["eval.gammas=[1,2", "Write key=value"]),
     "no value": (["optim.lr"], ["optim.lr", "Write key=value"]),
@@ -207,6 +207,43 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
     ),
     "missing value": (["target.path=???"], ["target.path", "Give it on the command line"]),
     "bad interpolation": (["optim.lr=${{nope}}"], ["optim.lr: ", "nope"]),
+    "laws of a target that shows none": (
+        ["objective.source=hard"],
+        ["objective.source=hard", "lk_lambda, which needs distributions", "objective=hard"],
+    ),
+    "tokens of the draft's": (
+        ["objective.source=on_policy", "+objective.mixture={{cross_entropy:1}}"],
+        ["objective.source=on_policy", "cross_entropy", "objective.source=online"],
+    ),
+    "share without a reference": (
+        ["objective.select_share=0.4"],
+        ["objective.select_share=0.4", "objective.reference=''", "Name a run"],
+    ),
+    "reference without a share": (
+        ["objective.reference=main"],
+        ["objective.select_share=1.0", "objective.reference='main'", "a share below 1"],
+    ),
+    "reference of itself": (
+        ["objective.reference=me", "objective.select_share=0.4", "name=me"],
+        ["objective.reference=me", "another name="],
+    ),
+    "selection by tokens": (
+        ["objective=hard", "objective.reference=a", "objective.select_share=0.4"],
+        ["objective.reference=a", "has none", "another source"],
+    ),
+    "share above 1": (
+        ["objective.on_policy_share=1.5"],
+        ["objective.on_policy_share=1.5", "0 and 1"],
+    ),
+    "rollout of nothing": (["objective.rollout_tokens=0"], ["rollout_tokens=0", "Use 1 or more"]),
+    "mixture of a stranger": (
+        ["+objective.mixture={{kl:1}}"],
+        ["objective.mixture.kl=1", "Name some of forward_kl"],
+    ),
+    "mixture of nothing": (
+        ["+objective.mixture={{tv:0}}"],
+        ["objective.mixture.tv=0", "positive weights"],
+    ),
     "draft as deep as the target": (["draft.num_layers=4"], ["draft.num_layers=4", "Use 1 to 3"]),
     "layer named twice": (["draft.layers=[1,1]"], ["draft.layers=[1, 1]", "once"]),
     "layer out of range": (["draft.layers=[0,7]"], ["draft.layers=[0, 7]", "layers 0 to 3"]),

@@ -44,6 +44,7 @@ from models.draft import (
     read_hot_ids,
     warm_start,
 )
+from models.packed import hidden_states, pack_attention
 from tests.lessons import made_up_row
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
@@ -234,16 +235,8 @@ def test_a_model_without_a_final_normalisation_says_how_to_go_on() -> None:
 def read_by_head(target: PreTrainedModel, batch: Batch) -> Tensor:
     """What the target's head reads at the supervised positions, ND."""
     with torch.no_grad():
-        return (
-            DraftModel(target)
-            .body(
-                input_ids=batch.tokens_T.unsqueeze(0),
-                position_ids=batch.positions_T.unsqueeze(0),
-                attention_mask=DraftModel(target)._mask(batch),
-                use_cache=False,
-            )
-            .last_hidden_state[0, batch.supervised_N]
-        )
+        pack_attention(target)
+        return hidden_states(target, batch)[0, batch.supervised_N]
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.5])
@@ -398,3 +391,40 @@ def test_ids_are_ranked_by_mass_then_by_number() -> None:
     unseen = [number for number in range(60) if mass[number] == 0]
     assert found[-len(unseen) :] == unseen and len(unseen) >= 20
     assert [round(mass[i], 5) for i in found] == [round(mass[i], 5) for i in expected]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_kept_once_unless_its_tied_embeddings_are_trained(tied: bool) -> None:
+    model = DraftModel(tiny_model(NUM_LAYERS, tie_word_embeddings=tied))
+    plain = model.full[0]
+    before = model.head.clone()
+    with torch.no_grad():
+        plain.get_input_embeddings().weight.add_(1.0)  # as training would
+        assert torch.equal(model.head, before)
+        plain.get_input_embeddings().weight.sub_(1.0)
+    model.freeze_embeddings()
+    assert model.head.data_ptr() == plain.get_output_embeddings().weight.data_ptr()
+    torch.testing.assert_close(model.head, before)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_tables_in_bfloat16_change_nothing(tied: bool) -> None:
+    """Weights that were rounded to bfloat16 once, as the default target's are."""
+    target = tiny_model(NUM_LAYERS, tie_word_embeddings=tied).bfloat16().float()
+    plain, frozen = (DraftModel(from_layers(target, [0, 1])) for _ in range(2))
+    frozen.freeze_embeddings()
+    tables = (frozen.full[0].get_input_embeddings().weight, frozen.head)
+    assert {table.dtype for table in tables} == {torch.bfloat16}
+    batch = collate([made_up_row(i, 4, 6) for i in range(3)])
+    assert torch.equal(frozen(batch), plain(batch))
+    assert torch.equal(frozen.head.float(), plain.head)
+    frozen(batch).sum().backward()
+    gradients = [p.grad for p in frozen.parameters() if p.requires_grad]
+    assert all(grad is not None and grad.dtype is torch.float32 for grad in gradients)
+
+
+def test_a_table_that_bfloat16_cannot_hold_stays_as_it_is() -> None:
+    model = DraftModel(tiny_model(NUM_LAYERS))
+    model.freeze_embeddings()
+    assert model.head.dtype is torch.float32
+    assert model.full[0].get_input_embeddings().weight.dtype is torch.float32

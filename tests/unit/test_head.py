@@ -18,11 +18,12 @@ from conf.choices import Divergence
 from conf.groups import ObjectiveConfig
 from data.batches import Batch, collate
 from tests.lessons import made_up_row
-from train.head import Head
-from train.objectives import divergence, forward_kl, lump
+from train.head import Head, TargetLaws
+from train.objectives import forward_kl, lump, objective
 
 VOCAB, FEATURES, TOP_K = 97, 12, 6
 ALL_AT_ONCE = 1000
+FORWARD_KL = objective(ObjectiveConfig(), 0.0)
 chunks = pytest.mark.parametrize("chunk", [1, 3, ALL_AT_ONCE])
 HOT = torch.tensor([*range(0, 60, 2), 61, 80, 96])
 
@@ -75,11 +76,13 @@ def dense_laws(batch: Batch, logits_NV: Tensor, hot: Tensor | None = None) -> tu
 def test_gradient_is_autograds_through_a_dense_head(
     batch: Batch, name: Divergence, chunk: int
 ) -> None:
-    objective = divergence(ObjectiveConfig(divergence=name), 0.0)
+    chosen = objective(ObjectiveConfig(divergence=name), 0.0)
     x = features(batch).requires_grad_()
-    loss = objective(*dense_laws(batch, x @ weights().T)).sum()
+    logits = x @ weights().T
+    log_q_next = logits.log_softmax(-1).gather(-1, batch.next_N.unsqueeze(-1)).squeeze(-1)
+    loss = chosen(*dense_laws(batch, logits), log_q_next).sum()
     (expected,) = torch.autograd.grad(loss * 0.25, x)
-    sums, ours = head(chunk=chunk).backward(x.detach(), batch, objective, scale=0.25, rng=rng())
+    sums, ours = head(chunk=chunk).backward(x.detach(), batch, chosen, scale=0.25, rng=rng())
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert sums.loss == pytest.approx(float(loss.detach()), rel=1e-5)  # not scaled: it is shown
     assert sums.count == batch.num_supervised
@@ -91,7 +94,7 @@ def test_ids_that_fill_up_a_law_change_nothing(
     batch: Batch, name: Divergence, hot: Tensor | None
 ) -> None:
     """Laws of fewer ids end in id 0 of no probability, where q has some, and a recorded one too."""
-    objective = divergence(ObjectiveConfig(divergence=name), 0.0)
+    chosen = objective(ObjectiveConfig(divergence=name), 0.0)
     x, of = features(batch), head(hot)
     num = batch.num_supervised
     batch.top_ids_NK[: num // 2, 0] = 0
@@ -101,7 +104,7 @@ def test_ids_that_fill_up_a_law_change_nothing(
         top_log_p_NK=pad(batch.top_log_p_NK, (0, 3), value=-torch.inf),
     )
     (sums, ours), (expected_sums, expected) = (
-        of.backward(x, each, objective, scale=1.0, rng=rng()) for each in (longer, batch)
+        of.backward(x, each, chosen, scale=1.0, rng=rng()) for each in (longer, batch)
     )
     torch.testing.assert_close(ours, expected)
     assert sums.loss == pytest.approx(expected_sums.loss)
@@ -115,15 +118,15 @@ def test_forward_kl_at_full_support_is_kl_over_the_vocabulary(batch: Batch) -> N
     whole = torch.randn(batch.num_supervised, VOCAB, generator=rng(5)).log_softmax(-1)
     top = whole.sort(-1, descending=True)
     batch.top_ids_NK, batch.top_log_p_NK = top.indices, top.values
-    _, ours = head().backward(x, batch, forward_kl, scale=1.0, rng=rng())
+    _, ours = head().backward(x, batch, FORWARD_KL, scale=1.0, rng=rng())
     expected = ((x @ weights().T).softmax(-1) - whole.exp()) @ weights()
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_products_stay_close(batch: Batch) -> None:
     x = features(batch)
-    sums, ours = head(dtype=torch.bfloat16).backward(x, batch, forward_kl, scale=1.0, rng=rng())
-    exact, expected = head().backward(x, batch, forward_kl, scale=1.0, rng=rng())
+    sums, ours = head(dtype=torch.bfloat16).backward(x, batch, FORWARD_KL, scale=1.0, rng=rng())
+    exact, expected = head().backward(x, batch, FORWARD_KL, scale=1.0, rng=rng())
     assert ours.dtype is torch.float32
     assert sums.loss == pytest.approx(exact.loss, rel=0.02)
     assert float((ours - expected).norm() / expected.norm()) < 0.02
@@ -144,11 +147,11 @@ class _Largest(TorchDispatchMode):
 def test_nothing_of_the_size_of_all_logits_ever_exists(batch: Batch) -> None:
     small = head(chunk=2)
     with _Largest() as largest:
-        small.backward(features(batch), batch, forward_kl, scale=1.0, rng=rng())
+        small.backward(features(batch), batch, FORWARD_KL, scale=1.0, rng=rng())
         small.acceptance(features(batch), batch)
     assert largest.numel <= VOCAB * FEATURES < batch.num_supervised * VOCAB
     with _Largest() as largest:
-        head().backward(features(batch), batch, forward_kl, scale=1.0, rng=rng())
+        head().backward(features(batch), batch, FORWARD_KL, scale=1.0, rng=rng())
     assert largest.numel == batch.num_supervised * VOCAB  # the measurement sees it where it is
 
 
@@ -157,7 +160,7 @@ def test_nothing_of_the_size_of_all_logits_ever_exists(batch: Batch) -> None:
 
 def normaliser(of: Head, batch: Batch, x: Tensor, seed: int) -> Tensor:
     """What the head takes for sum exp(logit), read off a recorded id's log q."""
-    _, log_q = of.laws(x, batch, slice(None), of.sample_cold(rng(seed)))
+    log_q = of.laws(x, batch, slice(None), of.sample_cold(rng(seed))).log_q
     slot = (of.slot_V[batch.top_ids_NK] >= 0).int().argmax(-1, keepdim=True)  # a hot one
     logit = (x @ of.weight_VE.T).gather(-1, batch.top_ids_NK.gather(-1, slot))
     return (logit - log_q.gather(-1, slot)).squeeze(-1).double().exp()
@@ -192,7 +195,7 @@ def test_with_every_cold_id_in_the_sample_the_result_is_exact(batch: Batch, chun
     loss = forward_kl(*dense_laws(batch, x @ weights().T, HOT)).sum()
     (expected,) = torch.autograd.grad(loss, x)
     of = head(HOT, num_cold=VOCAB, chunk=chunk)
-    sums, ours = of.backward(x.detach(), batch, forward_kl, scale=1.0, rng=rng())
+    sums, ours = of.backward(x.detach(), batch, FORWARD_KL, scale=1.0, rng=rng())
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert sums.loss == pytest.approx(float(loss.detach()), rel=1e-5)
 
@@ -200,8 +203,8 @@ def test_with_every_cold_id_in_the_sample_the_result_is_exact(batch: Batch, chun
 @chunks
 def test_the_sample_is_the_same_for_every_chunk(batch: Batch, chunk: int) -> None:
     x = features(batch)
-    whole = head(HOT, num_cold=8).backward(x, batch, forward_kl, scale=1.0, rng=rng(3))
-    cut = head(HOT, num_cold=8, chunk=chunk).backward(x, batch, forward_kl, scale=1.0, rng=rng(3))
+    whole = head(HOT, num_cold=8).backward(x, batch, FORWARD_KL, scale=1.0, rng=rng(3))
+    cut = head(HOT, num_cold=8, chunk=chunk).backward(x, batch, FORWARD_KL, scale=1.0, rng=rng(3))
     torch.testing.assert_close(cut[1], whole[1], rtol=1e-4, atol=1e-5)
     assert cut[0].loss == pytest.approx(whole[0].loss, rel=1e-6)
     assert cut[0].acceptance == pytest.approx(whole[0].acceptance, rel=1e-6)
@@ -211,13 +214,95 @@ def test_a_position_whose_recorded_ids_are_all_cold_is_finite(batch: Batch) -> N
     batch.top_ids_NK[0] = torch.tensor([1, 3, 5, 7, 9, 11])
     of = head(HOT, num_cold=8)
     for name in Divergence:
-        objective = divergence(ObjectiveConfig(divergence=name), 0.0)
-        sums, gradient = of.backward(features(batch), batch, objective, scale=1.0, rng=rng())
+        chosen = objective(ObjectiveConfig(divergence=name), 0.0)
+        sums, gradient = of.backward(features(batch), batch, chosen, scale=1.0, rng=rng())
         assert np.isfinite(sums.loss) and bool(torch.isfinite(gradient).all()), name
     assert float(of.acceptance(features(batch), batch)[0]) == 0.0
 
 
+# ---------------------------------------------------------------- whole laws of the target
+
+
+def whole_laws(batch: Batch) -> TargetLaws:
+    """A target of other weights that reads other features."""
+    its_head = torch.nn.Linear(5, VOCAB, bias=True)
+    with torch.no_grad():
+        its_head.weight.copy_(torch.randn(VOCAB, 5, generator=rng(11)))
+        its_head.bias.copy_(torch.randn(VOCAB, generator=rng(12)))
+    states = torch.randn(batch.num_supervised, 5, generator=rng(13))
+    return TargetLaws(states, its_head.requires_grad_(False))
+
+
+def over_hot_ids(logits_NV: Tensor) -> Tensor:
+    """Log-probabilities of the hot ids and of all others together, from a whole softmax."""
+    log_V = logits_NV.log_softmax(-1)
+    cold = sorted({*range(VOCAB)} - {*HOT.tolist()})
+    return torch.cat([log_V[:, HOT], log_V[:, cold].logsumexp(-1, keepdim=True)], -1)
+
+
+@chunks
+@pytest.mark.parametrize("hot", [None, HOT], ids=["all", "hot"])
+@pytest.mark.parametrize("name", list(Divergence))
+def test_whole_laws_have_autograds_gradient(
+    batch: Batch, name: Divergence, hot: Tensor | None, chunk: int
+) -> None:
+    chosen = objective(ObjectiveConfig(divergence=name), 0.0)
+    target = whole_laws(batch)
+    x = features(batch).requires_grad_()
+    logits, of_target = x @ weights().T, target.head(target.features_NE)
+    if hot is None:
+        laws = (of_target.log_softmax(-1), logits.log_softmax(-1))
+    else:
+        laws = (over_hot_ids(of_target), over_hot_ids(logits))
+    log_q_next = logits.log_softmax(-1).gather(-1, batch.next_N.unsqueeze(-1)).squeeze(-1)
+    loss = chosen(*laws, log_q_next).sum()
+    (expected,) = torch.autograd.grad(loss, x)
+    sums, ours = head(hot, num_cold=VOCAB, chunk=chunk).backward(
+        x.detach(), batch, chosen, scale=1.0, rng=rng(), target=target
+    )
+    # TVD++ divides by a deviation that may be small
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
+    assert sums.loss == pytest.approx(float(loss.detach()), rel=2e-4)
+
+
+@pytest.mark.parametrize("name", list(Divergence))
+def test_recorded_laws_of_every_id_are_whole_laws(batch: Batch, name: Divergence) -> None:
+    chosen = objective(ObjectiveConfig(divergence=name), 0.0)
+    target, x = whole_laws(batch), features(batch)
+    whole, gradient = head().backward(x, batch, chosen, scale=1.0, rng=rng(), target=target)
+    top = target.log_p(slice(None)).sort(-1, descending=True)
+    batch.top_ids_NK, batch.top_log_p_NK = top.indices, top.values
+    sums, recorded = head().backward(x, batch, chosen, scale=1.0, rng=rng())
+    torch.testing.assert_close(recorded, gradient, rtol=1e-4, atol=1e-4)
+    assert sums.loss == pytest.approx(whole.loss, rel=1e-4)
+    assert sums.acceptance == pytest.approx(whole.acceptance, rel=1e-4)
+
+
+@chunks
+@pytest.mark.parametrize("hot", [None, HOT], ids=["all", "hot"])
+def test_acceptance_by_whole_laws_is_exact(batch: Batch, hot: Tensor | None, chunk: int) -> None:
+    target, x = whole_laws(batch), features(batch)
+    ids = torch.arange(VOCAB) if hot is None else hot
+    p = target.head(target.features_NE).softmax(-1)[:, ids]
+    q = (x @ weights()[ids].T).softmax(-1)
+    ours = head(hot, num_cold=8, chunk=chunk).acceptance(x, batch, target=target)
+    torch.testing.assert_close(ours, torch.minimum(p, q).sum(-1))
+
+
 # ---------------------------------------------------------------- acceptance
+
+
+@chunks
+def test_agreement_is_the_probability_of_the_next_token(batch: Batch, chunk: int) -> None:
+    batch.next_N[:4] = torch.tensor([1, 0, 96, 3])  # cold, hot, hot, cold
+    q = (features(batch) @ weights()[HOT].T).softmax(-1)
+    place = {int(token): slot for slot, token in enumerate(HOT)}
+    expected = [
+        float(q[n, place[token]]) if token in place else 0.0
+        for n, token in enumerate(batch.next_N.tolist())
+    ]
+    ours = head(HOT, num_cold=8, chunk=chunk).agreement(features(batch), batch)
+    torch.testing.assert_close(ours, torch.tensor(expected))
 
 
 @chunks
@@ -252,6 +337,6 @@ def test_acceptance_is_below_the_true_one_and_reaches_it_with_all_ids(batch: Bat
 
 
 def test_acceptance_in_training_counts_what_acceptance_gives(batch: Batch) -> None:
-    sums, _ = head().backward(features(batch), batch, forward_kl, scale=1.0, rng=rng())
+    sums, _ = head().backward(features(batch), batch, FORWARD_KL, scale=1.0, rng=rng())
     values = head().acceptance(features(batch), batch)
     assert sums.acceptance == pytest.approx(float(values.sum()), rel=1e-6)

@@ -20,15 +20,17 @@ from conf.choices import Divergence
 from conf.groups import ObjectiveConfig
 from train.objectives import (
     SMALLEST,
-    divergence,
+    cross_entropy,
     forward_kl,
     jsd,
     lk_alpha,
     lk_lambda,
     lump,
+    objective,
     overlap,
     reverse_kl,
     tv,
+    tvd_plus_plus,
 )
 
 Law = Callable[[Tensor, Tensor], Tensor]
@@ -40,6 +42,7 @@ ALL: dict[str, Law] = {
     "tv": tv,
     "lk_alpha": lk_alpha,
     "lk_lambda": lambda p, q: lk_lambda(p, q, eta=3.0),
+    "tvd_plus_plus": tvd_plus_plus,
 }
 each = pytest.mark.parametrize("name", ALL)
 
@@ -67,6 +70,10 @@ def by_numpy(name: str, log_p: Tensor, log_q: Tensor) -> np.ndarray:
         return np.abs(p - q).sum(-1) / 2
     if name == "lk_alpha":
         return -np.log(alpha)
+    if name == "tvd_plus_plus":
+        reward = (q > p).astype(float)
+        mean = (q * reward).sum(-1, keepdims=True)
+        return (1 - alpha) / np.sqrt((q * (reward - mean) ** 2).sum(-1))
     lam = np.exp(-3.0 * alpha)
     return lam * kl + (1 - lam) * (1 - alpha)
 
@@ -104,7 +111,7 @@ def test_equal_laws_have_no_divergence_and_no_gradient(name: str) -> None:
     logits = log_p.clone().requires_grad_()
     value = ALL[name](log_p, logits.log_softmax(-1))
     (gradient,) = torch.autograd.grad(value.sum(), logits)
-    torch.testing.assert_close(value.detach(), torch.zeros_like(value), rtol=0, atol=1e-12)
+    torch.testing.assert_close(value.detach(), torch.zeros_like(value), rtol=0, atol=1e-11)
     if name in ("forward_kl", "reverse_kl", "jsd"):  # TV has a corner there
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
 
@@ -155,6 +162,9 @@ def closed_form(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     alpha = torch.minimum(p, q).sum(-1, keepdim=True)
     if name == "lk_alpha":
         return of_tv / alpha
+    if name == "tvd_plus_plus":
+        reward = (above - (q * above).sum(-1, keepdim=True)) ** 2
+        return of_tv / (q * reward).sum(-1, keepdim=True).sqrt()
     lam = torch.exp(-3.0 * alpha)
     return lam * (q - p) + (1 - lam) * of_tv
 
@@ -167,13 +177,52 @@ def test_gradient_is_the_closed_form(name: str) -> None:
     torch.testing.assert_close(ours, closed_form(name, log_p, logits.detach().log_softmax(-1)))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "lk_lambda"])
+@pytest.mark.parametrize("name", [n for n in ALL if n not in ("lk_lambda", "tvd_plus_plus")])
 def test_gradient_is_the_finite_difference(name: str) -> None:
-    """Not of lk_lambda: its weight is a constant for the gradient, not for a difference."""
+    """Not of lk_lambda and TVD++: their weights are constants for the gradient, not for a
+    difference.
+    """
     log_p, logits = some_laws(n=3, c=5, seed=4)
     assert torch.autograd.gradcheck(
         lambda z: ALL[name](log_p, z.log_softmax(-1)), logits.requires_grad_()
     )
+
+
+def test_tvd_plus_plus_is_the_policy_gradient_of_the_standardised_reward() -> None:
+    """2403.00858: the mean over tokens x ~ q of grad log q(x) (r(x) - mean) / sigma."""
+    log_p, logits = some_laws(n=3, c=6)
+    logits.requires_grad_()
+    (ours,) = torch.autograd.grad(tvd_plus_plus(log_p, logits.log_softmax(-1)).sum(), logits)
+    log_q = logits.log_softmax(-1)
+    for n in range(3):
+        expected = torch.zeros(6, dtype=torch.float64)
+        q, reward = log_q[n].detach().exp(), (log_q[n] > log_p[n]).double()
+        mean = (q * reward).sum()
+        sigma = (q * (reward - mean) ** 2).sum().sqrt()
+        for x in range(6):
+            (score,) = torch.autograd.grad(log_q[n, x], logits, retain_graph=True)
+            expected += q[x] * score[n] * (reward[x] - mean) / sigma
+        torch.testing.assert_close(ours[n], expected)
+
+
+def test_cross_entropy_is_torchs_and_forward_kl_in_expectation() -> None:
+    log_p, logits = some_laws()
+    target = torch.tensor([0, 3, 10, 5, 5, 1, 2])
+    log_q = logits.log_softmax(-1)
+    ours = cross_entropy(log_q.gather(-1, target.unsqueeze(-1)).squeeze(-1))
+    torch.testing.assert_close(ours, F.cross_entropy(logits, target, reduction="none"))
+    p = log_p.exp()
+    mean = (p * cross_entropy(log_q)).sum(-1)
+    torch.testing.assert_close(mean, forward_kl(log_p, log_q) - (p * log_p).sum(-1))
+
+
+def test_a_mixture_is_the_weighted_sum() -> None:
+    log_p, log_q = some_laws()
+    of_token = log_q[:, 2]
+    mixture = {"forward_kl": 0.7, "tv": 0.2, "cross_entropy": 0.1}
+    mixed = objective(ObjectiveConfig(mixture=mixture), 0.0)
+    expected = 0.7 * forward_kl(log_p, log_q) + 0.2 * tv(log_p, log_q) - 0.1 * of_token
+    torch.testing.assert_close(mixed(log_p, log_q, of_token), expected)
 
 
 def test_lk_alpha_lifts_the_gradient_where_tv_has_none() -> None:
@@ -276,8 +325,12 @@ def test_lump_appends_the_mass_that_is_left() -> None:
 @pytest.mark.parametrize("name", list(Divergence))
 def test_every_configured_divergence_is_its_function(name: Divergence) -> None:
     log_p, log_q = some_laws()
-    chosen = divergence(ObjectiveConfig(divergence=name, beta=0.3, eta=3.0), 0.5)
-    torch.testing.assert_close(chosen(log_p, log_q), ALL[str(name)](log_p, log_q), rtol=0, atol=0)
+    chosen = objective(ObjectiveConfig(divergence=name, beta=0.3, eta=3.0), 0.5)
+    if name is Divergence.cross_entropy:
+        expected = cross_entropy(log_q[:, 0])
+    else:
+        expected = ALL[str(name)](log_p, log_q)
+    torch.testing.assert_close(chosen(log_p, log_q, log_q[:, 0]), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 10, 77, 1000])
@@ -286,7 +339,7 @@ def test_finish_takes_over_for_its_share_of_the_steps(num_steps: int, share: flo
     log_p, log_q = some_laws(n=1)
     config = ObjectiveConfig(finish=Divergence.tv, finish_share=share)
     is_last = [
-        bool(divergence(config, step / num_steps)(log_p, log_q) == tv(log_p, log_q))
+        bool(objective(config, step / num_steps)(log_p, log_q) == tv(log_p, log_q))
         for step in range(num_steps)
     ]
     assert is_last == sorted(is_last)  # never back

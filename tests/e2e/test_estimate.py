@@ -1,0 +1,130 @@
+"""The estimate before the first step, against what the run really took in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.choices import Optimizer
+from conf.run import peak_memory_gib
+from data.batches import collate, num_positions
+from tests.e2e.test_training import (
+    Recording,
+    Watched,
+    config_for,
+    flattened,
+    save_target,
+    trainer_of,
+)
+from tests.lessons import made_up_row
+from tests.tiny import tiny_model
+from train.distill import distill
+from train.estimate import activation_bytes, estimate, kept_by_autograd, moment_bytes
+from train.head import features_of
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"hidden_size": 384, "intermediate_size": 1536}
+WITHIN = 0.25
+ATTEMPTS = 3  # of a measurement of time: other programs may take the processor
+
+
+def answers(count: int, first: int = 0) -> list[Any]:
+    """Of 34 to 183 positions."""
+    return [made_up_row(first + i, 5, 30 + (first + i) * 37 % 150) for i in range(count)]
+
+
+def learn_from(folder: str, optimizer: str) -> None:
+    """Body of the measured process: 16 steps of 1500 positions; prints what it took."""
+    recording = Recording(Path(folder) / "target", answers(160), answers(12, 1000))
+    run = recording.open(Path(folder) / "run")
+    config = config_for(
+        recording,
+        name=Optimizer(optimizer),
+        tokens_per_step=1500,
+        max_steps=16,
+        num_epochs=4.0,
+        warm_start=False,
+    )
+    config.draft.num_layers = 2
+    draft = distill(config, run, Watched(run))
+    sys.stdout.write(json.dumps({"peak_gib": peak_memory_gib(), "minutes": draft.seconds / 60}))
+
+
+@pytest.mark.parametrize("optimizer", list(Optimizer))
+def test_memory_and_time_are_within_a_quarter(tmp_path: Path, optimizer: Optimizer) -> None:
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        save_target(tiny_model(4, **SHAPE), folder / "target")
+        program = (
+            "from tests.e2e.test_estimate import learn_from; "
+            f"learn_from({str(folder)!r}, {str(optimizer)!r})"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        truth = json.loads(ended.stdout.splitlines()[-1])
+        lines = (folder / "run" / "events.jsonl").read_text("utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        (said,) = (e["values"] for e in events if e.get("name") == "distill/estimate")
+        # what training adds to libraries and lessons is most of it, so the figure is no constant
+        added = said["peak_gib"] - said["program_gib"] - said["lessons_gib"]
+        assert added > said["peak_gib"] / 3
+        assert said["peak_gib"] == pytest.approx(truth["peak_gib"], rel=WITHIN), said
+        if said["minutes"] == pytest.approx(truth["minutes"], rel=WITHIN):
+            return
+    assert said["minutes"] == pytest.approx(truth["minutes"], rel=WITHIN)
+
+
+def test_activations_of_a_packed_line_are_what_autograd_keeps(tmp_path: Path) -> None:
+    """Lines that were not probed: many answers, and one of medium length."""
+    recording = Recording(tmp_path, answers(40), answers(2, 1000))
+    trainer = trainer_of(recording, recording.train)
+    expected = activation_bytes(trainer, recording.train)
+    lengths = sorted(recording.train, key=num_positions)
+    for line in (lengths[3:9], [lengths[20]], lengths):
+        with kept_by_autograd(trainer.model) as kept:
+            features = features_of(trainer.model, collate(line), torch.float32)
+            assert expected(line) == pytest.approx(kept(), rel=0.02)
+            del features
+
+
+@pytest.mark.parametrize("name", list(Optimizer))
+def test_moments_are_what_the_optimizer_keeps(tmp_path: Path, name: Optimizer) -> None:
+    recording = Recording(tmp_path, answers(4), answers(2, 1000))
+    optimizers = trainer_of(recording, recording.train, name=name).optimizers
+    expected = sum(map(moment_bytes, optimizers.members))
+    for parameter in optimizers.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(1.0)
+    moments = [
+        value
+        for value in flattened(optimizers.state_dict()).values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    ]
+    assert expected == sum(value.nbytes for value in moments)
+
+
+@pytest.mark.parametrize("name", list(Optimizer))
+def test_an_estimate_leaves_no_trace(tmp_path: Path, name: Optimizer) -> None:
+    recording = Recording(tmp_path, answers(40), answers(2, 1000))
+    trainers = [trainer_of(recording, recording.train, name=name) for _ in range(2)]
+    estimate(trainers[0])
+    for trainer in trainers:
+        run = recording.open(tmp_path / str(id(trainer)))
+        trainer.fit(run.draft, Watched(run))
+    rehearsed, plain = (flattened(t.model.state_dict()) for t in trainers)
+    assert all(torch.equal(rehearsed[key], value) for key, value in plain.items())
+
+
+def test_a_resumed_run_estimates_what_is_left(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, answers(40), answers(2, 1000))
+    whole = estimate(trainer_of(recording, recording.train, max_steps=10))
+    assert 0 < whole.seconds(9) < whole.seconds(5) < whole.seconds()
+    assert whole.seconds(10) == 0

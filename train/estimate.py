@@ -1,0 +1,259 @@
+"""What training will take, said before its first step: memory by what holds it, and time.
+
+Activations grow with the packed positions and, where attention keeps its scores, with their
+squares. What autograd really keeps of a short answer and of a long one gives both coefficients, so
+no family of models needs a formula of its own. Time is that of a few steps, run and thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from math import ceil
+from statistics import median
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from conf.console import Value
+from conf.run import peak_memory_gib
+from data.batches import collate, num_positions
+from data.shards import Row
+from models.decoding.engine import synchronise
+from models.packed import PACKED
+from train.head import features_of
+from train.loop import Trainer
+from train.validation import packs
+
+GIB = 2**30
+COPIES_OF_LOGITS = 4  # of a chunk, alive together: logits, exponentials and two gradients of them
+NUM_WARMUP, NUM_TIMED = 3, 5  # steps, the first ones run to warm up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes, by what holds them while a step runs.
+
+    `program` is what the process holds besides the draft and the lessons: code, libraries, what
+    else is loaded. On a GPU it and the lessons are not counted: they are not in its memory.
+    """
+
+    program: int
+    lessons: int
+    weights: int  # of the draft, and of the reference that selects for it
+    target: int  # weights, where it runs beside the draft
+    gradients: int
+    moments: int  # of the optimizer
+    activations: int  # of the heaviest step
+    # of the heaviest pack of validation answers, which finds no room in what smaller blocks left
+    validation: int
+    logits: int
+    loading: int  # the most that was held until now, which may stay the peak
+
+    @property
+    def training(self) -> int:
+        """All parts but the last together."""
+        return sum(getattr(self, each.name) for each in fields(self)) - self.loading
+
+    @property
+    def peak(self) -> int:
+        """The most that will have been held at the end."""
+        return max(self.training, self.loading)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory, and what the seconds of a run are made of."""
+
+    memory: Memory
+    seconds_per_position: float
+    seconds_per_update: float
+    seconds_per_validation: float
+    positions_of_steps: list[int]  # of the process that has most of them
+    evaluate_every: int
+
+    def seconds(self, done: int = 0) -> float:
+        """Of the steps from `done` on, with their validations."""
+        left = self.positions_of_steps[done:]
+        num_validations = ceil(len(left) / self.evaluate_every) + (done == 0)
+        return (
+            self.seconds_per_position * sum(left)
+            + self.seconds_per_update * len(left)
+            + self.seconds_per_validation * num_validations
+        )
+
+    def event(self, done: int = 0) -> dict[str, Value]:
+        """What the run says of itself."""
+        held: dict[str, Value] = {
+            f"{name}_gib": size / GIB for name, size in asdict(self.memory).items() if size
+        }
+        return {
+            "minutes": self.seconds(done) / 60,
+            "peak_gib": self.memory.peak / GIB,
+            **held,
+            "based_on": f"the time of {NUM_TIMED} steps, the activations of two answers",
+        }
+
+
+def estimate(trainer: Trainer) -> Estimate:
+    """What `trainer.fit` will take, before its first step and without a trace in what it learns."""
+    memory = _memory(trainer)  # of what is held before the first rehearsed step
+    per_position, per_update = step_seconds(trainer)
+    lengths = [num_positions(row) for row in trainer.train_rows]
+    return Estimate(
+        memory=memory,
+        seconds_per_position=per_position,
+        seconds_per_update=per_update,
+        seconds_per_validation=_validation_seconds(trainer),
+        positions_of_steps=[
+            max(sum(lengths[i] for i in share) for share in step) for step in trainer.plan
+        ],
+        evaluate_every=trainer.config.optim.evaluate_every,
+    )
+
+
+def held_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _memory(trainer: Trainer) -> Memory:
+    model, head = trainer.model, trainer.head
+    trained = trainer.optimizers.parameters
+    on_gpu = trainer.device.type == "cuda"
+    held = held_bytes()
+    rows = [*trainer.train_rows, *trainer.validation_rows]
+    kept = activation_bytes(trainer, rows)
+    heaviest = max((kept(trainer.rows_of(step)) for step in range(len(trainer.plan))), default=0)
+    # without gradients a layer's activations go before the next one's come
+    num_layers = model.config.num_hidden_layers
+    validating = max(map(kept, packs(trainer.validation_rows))) // num_layers
+    lessons = num_bytes(value for row in rows for value in vars(row).values())
+    weights = num_bytes([*model.parameters(), model.head, head.weight_VE, head.weight_HE])
+    selection = trainer.selection
+    if selection is not None:
+        other = selection.head
+        weights += num_bytes([*selection.reference.parameters(), other.weight_VE, other.weight_HE])
+    teacher = trainer.source.teacher
+    target = 0 if teacher is None else num_bytes(teacher.model.parameters())
+    num_columns = len(head.hot_ids_H) + head.num_cold
+    if teacher is not None:
+        num_columns += len(head.weight_VE)
+    return Memory(
+        program=0 if on_gpu else max(0, held - lessons - weights - target),
+        lessons=0 if on_gpu else lessons,
+        weights=weights,
+        target=target,
+        gradients=num_bytes(trained),
+        moments=sum(map(moment_bytes, trainer.optimizers.members)),
+        activations=heaviest,
+        validation=validating,
+        logits=COPIES_OF_LOGITS * 4 * num_columns * head.chunk,
+        loading=torch.cuda.max_memory_allocated() if on_gpu else int(peak_memory_gib() * GIB),
+    )
+
+
+def num_bytes(values: Iterable[object]) -> int:
+    """Bytes of the distinct storages behind the tensors among some values."""
+    storages = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes an optimizer will keep: one momentum by Muon, two moments by AdamW."""
+    copies = 1 if isinstance(optimizer, torch.optim.Muon) else 2
+    return copies * num_bytes(
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+@contextmanager
+def kept_by_autograd(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Inside, count what forward passes keep for the backward one, weights left out; yields the
+    function that says how many bytes.
+    """
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: sum(kept.values())
+
+
+def activation_bytes(trainer: Trainer, rows: Sequence[Row]) -> Callable[[Sequence[Row]], int]:
+    """A function that says what autograd will keep of a packed line.
+
+    bytes = a * positions + b * attended pairs: the pairs inside each answer where attention is
+    computed answer by answer, of the whole line elsewhere. a and b come from the shortest and the
+    longest of `rows`, each in a line of its own.
+    """
+    by_answer = trainer.model.config._attn_implementation == PACKED
+
+    def sizes(line: Sequence[Row]) -> tuple[int, int]:
+        lengths = [num_positions(row) for row in line]
+        total = sum(lengths)
+        return total, sum(length**2 for length in lengths) if by_answer else total**2
+
+    probes = [min(rows, key=num_positions), max(rows, key=num_positions)]
+    found = []
+    for row in probes:
+        with kept_by_autograd(trainer.model) as kept:
+            features = features_of(trainer.model, collate([row]).to(trainer.device), trainer.dtype)
+            found.append(kept())
+            del features
+    # of equally long answers the smallest solution is taken, which is right for lines of such
+    solution, *_ = np.linalg.lstsq([sizes([row]) for row in probes], found)
+    return lambda line: int(max(0.0, float(np.dot(solution, sizes(line)))))
+
+
+# ---------------------------------------------------------------- time
+
+
+def step_seconds(trainer: Trainer) -> tuple[float, float]:
+    """Seconds per packed position and per update of the weights, from steps spread over the
+    plan.
+    """
+    count = len(trainer.plan)
+    if not count:
+        return 0.0, 0.0
+    last = NUM_WARMUP + NUM_TIMED - 1
+    spread = [number * (count - 1) // last for number in range(last + 1)]
+    per_position, per_update = [], []
+    for number, step in enumerate(spread):
+        rows = trainer.rows_of(step)
+        start = time.perf_counter()
+        trainer.add_gradients(trainer.texts_of(rows, step), step, 1.0)
+        synchronise(trainer.device)
+        middle = time.perf_counter()
+        trainer.optimizers.rehearse()
+        synchronise(trainer.device)
+        if number >= NUM_WARMUP and rows:
+            per_position.append((middle - start) / sum(map(num_positions, rows)))
+            per_update.append(time.perf_counter() - middle)
+    return median(per_position or [0.0]), median(per_update or [0.0])
+
+
+def _validation_seconds(trainer: Trainer) -> float:
+    """Of a whole validation, from its first pack."""
+    pack = next(packs(trainer.validation_rows))
+    start = time.perf_counter()
+    trainer.judge(pack)
+    seconds = time.perf_counter() - start
+    share = sum(map(num_positions, trainer.validation_rows)) / sum(map(num_positions, pack))
+    return seconds * share

@@ -1,0 +1,125 @@
+"""Where the target's side of the loss comes from: recorded laws, the target itself, its tokens.
+
+One training loop asks a source twice a step: which text to learn from, and which laws hold there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conf.choices import Supervision
+from conf.errors import ConfigError
+from conf.groups import ObjectiveConfig
+from data.batches import Batch
+from data.shards import Row
+from models.draft import DraftModel
+from models.packed import hidden_states, pack_attention
+from train.head import Head, TargetLaws
+from train.rollout import continue_answers
+
+# what the draft's head reads at the supervised positions of answers
+Features = Callable[[Sequence[Row]], Tensor]
+TOLERANCE = 1e-2  # of logits, relative to their spread, where two ways to compute them round
+
+
+class Teacher:
+    """The target in memory, reading what the draft reads. Never trained.
+
+    Raises ConfigError for a model that changes its logits after its head.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        pack_attention(model)
+        self.model = model.eval().requires_grad_(False)
+        self._require_plain_head()
+
+    @torch.no_grad()
+    def laws(self, batch: Batch) -> TargetLaws:
+        """Whole laws at the supervised positions of a packed line."""
+        states = hidden_states(self.model, batch)[0, batch.supervised_N]
+        return TargetLaws(states, self.model.get_output_embeddings())
+
+    @torch.no_grad()
+    def _require_plain_head(self) -> None:
+        """Some families cap or scale their logits, which a head by itself does not."""
+        ids = torch.arange(4, device=self.model.device).unsqueeze(0)
+        whole = self.model(input_ids=ids, use_cache=False).logits
+        states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        plain = self.model.get_output_embeddings()(states)
+        if (whole - plain).abs().max() > TOLERANCE * whole.std():
+            raise ConfigError(
+                f"objective.source: {type(self.model).__name__} changes its logits behind its head,"
+                " which training beside it does not. Use objective.source=recorded."
+            )
+
+
+@dataclass
+class Source:
+    """What one step learns from.
+
+    Args:
+        answers_only: leave out the laws of prompts, which hold no token of the target's.
+        teacher: the target, for its whole laws; None: the recorded ones.
+        rewrite: changes the answers of a step, given its number; None: they stay.
+    """
+
+    answers_only: bool = False
+    teacher: Teacher | None = None
+    rewrite: Callable[[Sequence[Row], int, Features], list[Row]] | None = None
+
+    def rows(self, rows: Sequence[Row], step: int, features: Features) -> list[Row]:
+        """The answers to learn from in a step, made from its recorded ones."""
+        if self.answers_only:
+            rows = [row.of_answer() for row in rows]
+        return list(rows) if self.rewrite is None else self.rewrite(rows, step, features)
+
+    def laws(self, batch: Batch) -> TargetLaws | None:
+        """Whole laws of the target; None: those in the batch."""
+        return None if self.teacher is None else self.teacher.laws(batch)
+
+
+def needs_target(config: ObjectiveConfig) -> bool:
+    """Whether the target has to be in memory while the draft is trained."""
+    return config.source in (Supervision.online, Supervision.on_policy)
+
+
+def source_of(
+    config: ObjectiveConfig,
+    *,
+    seed: int,
+    target: PreTrainedModel | None,
+    model: DraftModel,
+    head: Head,
+    stop_ids: Collection[int],
+) -> Source:
+    """The source that the configuration names; `target` where `needs_target` says so.
+
+    Everything random depends on the seed, the step and the number of the answer alone: a resumed
+    run, or one on several processes, learns from the same text.
+    """
+    assert (target is not None) == needs_target(config)
+    teacher = None if target is None else Teacher(target)
+
+    def on_policy(rows: Sequence[Row], step: int, features: Features) -> list[Row]:
+        with torch.no_grad():
+            return continue_answers(
+                model,
+                head,
+                rows,
+                features(rows) if rows else torch.empty(0),
+                share=config.on_policy_share,
+                num_tokens=config.rollout_tokens,
+                stop_ids=stop_ids,
+                seed=f"{seed}-{step}",
+            )
+
+    return Source(
+        answers_only=config.reads_tokens,
+        teacher=teacher,
+        rewrite=on_policy if config.source is Supervision.on_policy else None,
+    )
