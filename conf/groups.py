@@ -427,7 +427,7 @@ class EvalConfig:
                 f"eval.{key}",
                 value,
                 "it counts tokens, of which one call verifies 15 at most",
-                f"Use 1 to 15, or 0 to leave {what} out",
+                f"Use 0 to leave {what} out, or 1 to 15",
             )
         require(
             len(self.gammas) > 0,

@@ -138,8 +138,7 @@ class Pieces:
             if place < step.num_accepted:
                 self._kind = "draft"
             else:
-                everything = step.num_accepted == step.num_drafted
-                self._kind = "bonus" if everything else "correction"
+                self._kind = "correction" if step.is_corrected else "bonus"
             self._tokens.append(token)
             piece = self._new_text()
             if not piece.endswith(UNFINISHED):

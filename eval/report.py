@@ -200,7 +200,7 @@ def by_prompt_category(report: Report) -> Figure | None:
 
 def acceptance_by_position(report: Report) -> Figure | None:
     """How far into a draft the target follows it, at the largest draft length measured."""
-    rows = pooled(report.results)
+    rows = [row for row in pooled(report.results) if row.position_acceptance]
     if not rows:
         return None
     longest = max(rows, key=_by_length)

@@ -19,12 +19,16 @@ NUM_SAMPLE = 512  # laws kept
 
 
 @torch.inference_mode()
-def calibrate(draft: PreTrainedModel, hot_ids_H: Tensor | None, rows: Sequence[Row]) -> Calibration:
+def calibrate(
+    draft: PreTrainedModel, hot_ids_H: Tensor | None, rows: Sequence[Row]
+) -> Calibration | None:
     """Fit on the answers of `rows`, at temperature 1; the draft's law is that over `hot_ids`
-    alone.
+    alone. None where no laws of the target were recorded.
 
     Overlaps count recorded ids only, so they are a little low.
     """
+    if not any(row.top_ids.numel() for row in rows):
+        return None
     largest, hits, overlaps, draws = [], [], [], []
     for row in rows:
         batch = collate([row.of_answer()]).to(draft.device)

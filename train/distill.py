@@ -163,8 +163,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     if process_rank() == 0:
         model.export(run.draft / MODEL, target.tokenizer, export_dtype(config, device), hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
-        exported = load_folder(run.draft / MODEL, dtype=torch.float32, device=device)
-        calibrate(exported, hot_ids, validation).write(run.draft / MODEL)
+        write_calibration(run.draft / MODEL, hot_ids, validation, device)
         draft.num_bytes = sum(
             path.stat().st_size for path in (run.draft / MODEL).glob("*.safetensors")
         )
@@ -247,6 +246,16 @@ def _with_hidden(
             collate(part).to(device),
             torch.cat([row.hidden for row in part if row.hidden is not None]).to(device),
         )
+
+
+def write_calibration(
+    folder: Path, hot_ids: Tensor | None, rows: Sequence[Row], device: torch.device
+) -> None:
+    """Write what the exported draft's probabilities are worth beside it, where laws tell."""
+    exported = load_folder(folder, dtype=torch.float32, device=device)
+    calibration = calibrate(exported, hot_ids, rows)
+    if calibration is not None:
+        calibration.write(folder)
 
 
 @torch.no_grad()

@@ -138,11 +138,12 @@ class ModelDrafter:
         if not any(most):
             return Proposal.nothing(len(texts), self.engine.device)
         texts = [text if len(text) <= capacity else text[:capacity] for text in texts]
-        logits_B1H = self._read(texts)
         if self.rule is None:
-            return self._chain(texts, most, sampling, uniform_BG, logits_B1H)
+            return self._chain(texts, most, sampling, uniform_BG, self._read(texts))
         shape = self.rule.shape(is_greedy=sampling.temperature == 0, is_chain=sampling.looks_back)
-        return self._shaped(texts, most, sampling, uniform_BG, logits_B1H, shape)
+        if not shape.continues([1.0]):  # not even a first step would pay
+            return Proposal.nothing(len(texts), self.engine.device)
+        return self._shaped(texts, most, sampling, uniform_BG, self._read(texts), shape)
 
     def draws_trees(self, sampling: Sampling) -> bool:
         """Whether drafts are trees of drawn candidates, which have a rule of verification of their

@@ -41,12 +41,13 @@ class Request:
 @dataclass(frozen=True)
 class Round:
     """What one target call committed: the first `num_accepted` tokens were drafted, the one after
-    is the target's.
+    is the target's, a correction where candidates for its place were rejected and else a bonus.
     """
 
     tokens: list[int]
     num_accepted: int
     num_drafted: int
+    is_corrected: bool
 
 
 @dataclass
@@ -344,7 +345,7 @@ class Decoder:
             )
             row.tokens += new
             row.is_over = stop is not None or row.num_left == 0
-            yield Round(new, num_kept, len(ids))
+            yield Round(new, num_kept, len(ids), is_tested)
 
     def _stop(self, row: Row, new: Sequence[int]) -> int | None:
         """Which of the new tokens ends the output."""

@@ -525,11 +525,12 @@ def test_training_raises_expected_acceptance(
     assert found.after.value > found.before.value + 0.03
     assert found.after.low > found.before.high
     exported = tmp_path / "run" / "draft"
+    # on disk laws are rounded
     assert acceptance_of(exported / "model", recording.validation) == pytest.approx(
-        found.after.value, abs=1e-5
+        found.after.value, abs=1e-4
     )
     assert acceptance_of(exported / "initial", recording.validation) == pytest.approx(
-        found.before.value, abs=1e-5
+        found.before.value, abs=1e-4
     )
     events = [
         json.loads(line)

@@ -203,7 +203,7 @@ def test_sampled_rows_choose_their_own_draft_length() -> None:
     best = best_sampled(report)
     assert best is not None
     assert (best.temperature, best.gamma) == (1.0, 3)
-    assert "### Sampled at temperature 1, drafting 3 tokens, by category" in card(report)
+    assert "### Sampled at temperature 1, draft length 3, by category" in card(report)
     greedy_only = tiny_report()
     greedy_only.results = [row for row in greedy_only.results if row.temperature == 0]
     assert best_sampled(greedy_only) is None

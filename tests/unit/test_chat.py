@@ -93,14 +93,14 @@ def pieces_of(rounds: Sequence[Round], **options: bool) -> list[tuple[str, str]]
 def test_pieces_joined_are_the_text(tokens: list[int], gamma: int) -> None:
     width = gamma + 1
     parts = [tokens[start : start + width] for start in range(0, len(tokens), width)]
-    rounds = [Round(part, len(part) - 1, gamma) for part in parts]
+    rounds = [Round(part, len(part) - 1, gamma, len(part) <= gamma) for part in parts]
     assert "".join(text for text, _ in pieces_of(rounds)) == tiny_tokenizer().decode(tokens)
 
 
 @given(st.text(max_size=12))
 def test_no_piece_cuts_a_character(text: str) -> None:
     tokens = tiny_tokenizer()(text, add_special_tokens=False).input_ids
-    pieces = pieces_of([Round([token], 0, 1) for token in tokens])
+    pieces = pieces_of([Round([token], 0, 1, True) for token in tokens])
     assert "".join(piece for piece, _ in pieces) == text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece, _ in pieces)
 
@@ -108,9 +108,13 @@ def test_no_piece_cuts_a_character(text: str) -> None:
 def test_a_piece_has_the_kind_of_the_token_that_completed_it() -> None:
     ids = tiny_tokenizer()("a東b", add_special_tokens=False).input_ids
     assert len(ids) == 5  # a character of three bytes, one token each
-    rounds = [Round(ids[:3], 2, 2), Round(ids[3:4], 0, 2), Round(ids[4:], 1, 2)]
+    rounds = [
+        Round(ids[:3], 2, 2, False),
+        Round(ids[3:4], 0, 2, True),
+        Round(ids[4:], 1, 2, True),
+    ]
     assert pieces_of(rounds) == [("a", "draft"), ("東", "correction"), ("b", "draft")]
-    assert pieces_of([Round(ids[:3], 2, 2)]) == [("a", "draft"), ("\ufffd", "bonus")]
+    assert pieces_of([Round(ids[:3], 2, 2, False)]) == [("a", "draft"), ("\ufffd", "bonus")]
 
 
 # ---------------------------------------------------------------- chat
@@ -123,7 +127,7 @@ def test_the_answer_is_the_targets(outputs: Path, capsys: pytest.CaptureFixture[
     assert "acceptance_rate 0." in shown.err
     assert "acceptance_length " in shown.err
     assert " tokens/s" in shown.err
-    assert "gamma 2, temperature 0" in shown.err
+    assert "drafting 2, temperature 0" in shown.err
 
 
 def test_kinds_of_tokens_have_the_colours_of_the_legend(outputs: Path) -> None:
