@@ -8,6 +8,7 @@ intervals resample prompts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from conf.contracts import Lessons, Report
 from conf.groups import EvalConfig, RuntimeConfig
 from conf.schema import Config
 from data.shards import read_split
+from eval import bench_flashspec
+from eval.bench_batch import NUM_ROWS, batch_decoder, break_even, decode_batch
 from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
 from eval.plain import plain_generate
@@ -35,6 +38,8 @@ from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
 from models.draft import from_layers
 from models.load import load_folder, load_model
+
+log = logging.getLogger(__name__)
 
 COMMAND = "make bench"
 CONFIDENCE = 0.9
@@ -113,10 +118,15 @@ def decode(folder: Path, _outputs: Path) -> Iterator[Row]:
         command=COMMAND,
     )
     yield _against_assisted(bench)
+    if bench_flashspec.is_installed():
+        yield _against_flashspec(bench)
+    else:
+        log.warning("bench: %s", bench_flashspec.MISSING)
     yield _against_generate(bench)
     yield _batch_against_generate(bench)
     yield _draft_step(bench)
     yield _block_over_chain(bench)
+    yield from _batch(bench)
     yield _identical(bench, "fixed_width", replace(bench.pair.decoder, fixed_width=1 + BLOCK_GAMMA))
     yield _identical(bench, "free_width", bench.pair.decoder)
 
@@ -171,6 +181,50 @@ def _against_assisted(bench: Bench) -> Row:
         lambda prompt: bench.theirs([prompt], sample=False, assistant_model=assistant),
     )
     return _row("decode.vs_hf_assisted", times, ">= 1.5")
+
+
+def _against_flashspec(bench: Bench) -> Row:
+    """Greedy tokens per second over those of flashspec, each with prompt lookup beside the draft
+    and drafts as it shapes them by default.
+    """
+    draft = load_folder(
+        bench.folder / "draft" / "model", dtype=bench.plain.dtype, device=bench.plain.device
+    )
+    theirs = bench_flashspec.greedy_decoder(
+        bench.plain, draft, bench.folder / "draft" / "model", bench.pair.target.stop_ids
+    )
+    cost = bench.report.cost
+    v = {int(width): value for width, value in cost.v.items()}
+    most = 2 * BLOCK_GAMMA
+    alone = bench.pair.by_cost(cost.c, v, most) or bench.pair.decoder
+    decoder = bench.pair.beside_lookup(alone, most, BLOCK_GAMMA)
+    ours = replace(bench, pair=replace(bench.pair, decoder=decoder))
+    times = _rates(
+        bench.prompts[:NUM_PROMPTS],
+        lambda prompt: ours.ours(prompt, most, GREEDY),
+        lambda prompt: theirs(prompt, NUM_TOKENS),
+    )
+    return _row("decode.vs_flashspec", times, ">= 1.2")
+
+
+def _batch(bench: Bench) -> Iterator[Row]:
+    """Eight prompts at once, greedy: one drafted token over none, and from which acceptance on that
+    gains.
+    """
+    decoder = batch_decoder(bench.pair)
+    batches = [bench.prompts[i : i + NUM_ROWS] for i in range(0, 4 * NUM_ROWS, NUM_ROWS)]
+    times = _rates(
+        [batch for batch in batches if len(batch) == NUM_ROWS],
+        lambda batch: decode_batch(decoder, batch, 1, NUM_TOKENS),
+        lambda batch: decode_batch(decoder, batch, 0, NUM_TOKENS),
+    )
+    yield _row("decode.batch8", times, "")
+    yield Row(
+        name="decode.batch8.break_even",
+        value=break_even(decoder),
+        unit="acceptance",
+        command=COMMAND,
+    )
 
 
 def _against_generate(bench: Bench) -> Row:

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +22,6 @@ from eval.bench import Row
 from eval.chat import target_of
 from eval.plain import plain_generate
 from models.decoding.autoregressive import Generator, Stopwatch
-from models.decoding.cache import RaggedCache
 from models.decoding.engine import Engine, synchronise
 from models.generate import open_generator, record
 from models.jobs import Job
@@ -45,7 +43,6 @@ class TimedEngine(Engine):
     def __init__(self, model: PreTrainedModel, **options: Any):
         super().__init__(model, **options)
         self.calls = Stopwatch()
-        self._num_rows = self.cache.num_rows
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, **options: Any) -> Tensor:
         """As the engine's own."""
@@ -53,13 +50,6 @@ class TimedEngine(Engine):
             logits = super().forward(tokens_BT, positions_BT, **options)
             synchronise(self.device)
         return logits
-
-    def renew(self) -> None:
-        """Have all rows again: the last answers of a generator leave only their own."""
-        with torch.inference_mode():
-            self.cache = RaggedCache(
-                self.model.config, self._num_rows, self.capacity, self.model.dtype, self.device
-            )
 
 
 @dataclass
@@ -110,7 +100,6 @@ class Bench:
         settings = replace(self.config.generate, max_new_tokens=max_new_tokens)
         config = replace(self.config, generate=settings)
         self.generator.max_new_tokens = max_new_tokens
-        self.engine.renew()
         self.engine.calls, self.generator.recording = Stopwatch(), Stopwatch()
         start = time.perf_counter()
         self.engine.share([job.prompt for job in self.jobs])

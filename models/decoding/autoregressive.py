@@ -111,7 +111,8 @@ class Generator:
     def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
         """Yield answers as they end. Raises FloatingPointError when the target's logits are NaN."""
         waiting = _Waiting(requests)
-        rows: list[_Row | None] = [None] * self.engine.cache.num_rows
+        self.engine.reset(self.engine.num_rows)  # the last answers of a call leave only their own
+        rows: list[_Row | None] = [None] * self.engine.num_rows
         while True:
             free = [slot for slot, row in enumerate(rows) if row is None]
             # one prompt alone costs twice what it costs among several: a few places stay empty for

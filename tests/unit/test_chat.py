@@ -200,7 +200,7 @@ def test_the_command_takes_the_gamma_of_the_report(
 ) -> None:
     options = ["--once", QUESTION, "--no-compile", "--max-new-tokens", "4", "--context", "256"]
     assert main(["chat", "--outputs", str(outputs), *options]) == 0
-    assert f"gamma {tiny_report().best.gamma}, temperature 0.7" in capsys.readouterr().err
+    assert f"drafting {tiny_report().best.gamma}, temperature 0.7" in capsys.readouterr().err
     assert main(["chat", "--outputs", str(outputs), *options, "--gamma", "0"]) == 0
     assert "acceptance_length 1.00" in capsys.readouterr().err
 
