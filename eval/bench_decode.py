@@ -195,7 +195,7 @@ def _against_flashspec(bench: Bench) -> Row:
     )
     cost = bench.report.cost
     v = {int(width): value for width, value in cost.v.items()}
-    most = 2 * BLOCK_GAMMA
+    most = EvalConfig().by_cost
     alone = bench.pair.by_cost(cost.c, v, most) or bench.pair.decoder
     decoder = bench.pair.beside_lookup(alone, most, BLOCK_GAMMA)
     ours = replace(bench, pair=replace(bench.pair, decoder=decoder))

@@ -123,6 +123,12 @@ class ModelDrafter:
         self.engine.cache.keep(rows)
         self._rows = [self._rows[row] for row in rows]
 
+    def forget(self, row: int, num_tokens: int) -> None:
+        """A row's text has changed behind so many tokens."""
+        held = self._rows[row]
+        if num_tokens < held.num_sure:
+            held.num_sure, held.drafted = num_tokens, []
+
     def draft(
         self,
         texts: Sequence[Sequence[int]],

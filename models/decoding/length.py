@@ -15,6 +15,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import torch
@@ -222,9 +223,10 @@ class Walk:
     ):
         self.most_candidates = len(curves)
         self._curves, self._drawn, self._c = curves, drawn, c
-        widths = sorted(v)
-        # times of neighbouring widths differ by noise more than by what they cost
-        self._slope = max(1e-3, (v[widths[-1]] - v[widths[0]]) / (widths[-1] - widths[0]))
+        # times of neighbouring widths differ by noise more than by what they cost, and a kernel may
+        # jump at a width that few calls have
+        secants = [(time - 1) / (width - 1) for width, time in v.items() if width > 1]
+        self._slope = max(1e-3, median(secants))
         self._first = max(self._slope, v.get(2, 1.0) - 1)  # the first one often costs more
         self._chances_IK = torch.tensor(
             [self.confidences(Look(law, 0.0)) for law in laws_IK.tolist()], dtype=torch.float64
