@@ -10,6 +10,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from models.decoding.sampling import Sampling
 from models.load import Target, describe, set_threads
 
 MAX_PROMPT_TOKENS = 512
-GUESS = 0.1, {1: 1.0, 16: 1.5}  # c and v
+GUESS = 0.02, {1: 1.0, 16: 1.2}  # c and v at which long and broad drafts pay
 CATCHING_UP = (1, 2)  # tokens a draft reads at once: shapes to compile
 
 
@@ -182,14 +183,17 @@ def warm_up(
     start = time.perf_counter()
     by_length = sorted(questions, key=lambda question: len(question.prompt))
     guess = ways_of(models, config.eval, *GUESS)  # what pays is not known before
-    for decoder, gamma in [(models.decoder, 0), *((way.decoder, way.most) for way in guess)]:
+    ways = [(models.decoder, 0), *((way.decoder, way.most) for way in guess)]
+    # greedy drafts by cost are trees, sampled ones chains
+    temperatures = sorted({min(config.eval.temperatures), max(config.eval.temperatures)})
+    for (decoder, gamma), temperature in product(ways, temperatures):
         for question in (by_length[0], by_length[-1]):
             timed(
                 decoder,
                 question.prompt,
                 gamma=gamma,
                 max_new_tokens=12,
-                sampling=Sampling(1.0),
+                sampling=Sampling(temperature),
                 seed=0,
             )
     # after a few lookups in a row the draft has several tokens to read at once
