@@ -212,9 +212,9 @@ def _batch(bench: Bench) -> Iterator[Row]:
     gains.
     """
     decoder = batch_decoder(bench.pair)
-    batches = [bench.prompts[i : i + NUM_ROWS] for i in range(0, 4 * NUM_ROWS, NUM_ROWS)]
+    starts = range(0, min(4 * NUM_ROWS, len(bench.prompts) - NUM_ROWS + 1), NUM_ROWS)
     times = _rates(
-        [batch for batch in batches if len(batch) == NUM_ROWS],
+        [bench.prompts[start : start + NUM_ROWS] for start in starts],
         lambda batch: decode_batch(decoder, batch, 1, NUM_TOKENS),
         lambda batch: decode_batch(decoder, batch, 0, NUM_TOKENS),
     )

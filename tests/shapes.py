@@ -13,6 +13,7 @@ class Bushy:
     """Trees: `widths[d]` candidates behind every token at depth d."""
 
     widths: tuple[int, ...]
+    sees_entropy: bool = False
 
     @property
     def most_candidates(self) -> int:

@@ -182,10 +182,14 @@ class RaggedCache(Cache):
     @torch.inference_mode()
     def move(self, row: int, sources: Sequence[int], start: int) -> None:
         """Put the entries of a row's places `sources` one after another from `start` on."""
-        from_N = torch.tensor(list(sources), device=self.device)
-        for layer in self.ragged:
-            for held in (layer.keys, layer.values):
-                held[row, :, start : start + len(sources)] = held[row].index_select(1, from_N)
+        held = [part[row] for layer in self.ragged for part in (layer.keys, layer.values)]
+        # sources rise and lie at or behind their goals, so none is overwritten before it is read
+        for goal, source in enumerate(sources, start):
+            if goal != source:
+                torch._foreach_copy_(
+                    [part.select(1, goal) for part in held],
+                    [part.select(1, source) for part in held],
+                )
 
     @torch.inference_mode()
     def resize_rows(self, num_rows: int) -> None:

@@ -301,7 +301,9 @@ class ModelDrafter:
         log_q_BTH = logits_BTH.float().log_softmax(-1)
         best_BTK = log_q_BTH.topk(min(shape.most_candidates, log_q_BTH.shape[-1]), -1)
         check_finite(best_BTK.values, "draft", at)
-        entropy_BT = -(log_q_BTH.exp() * log_q_BTH).nansum(-1)  # 0 log 0 = 0
+        entropy_BT = torch.zeros_like(best_BTK.values[..., 0])
+        if shape.sees_entropy:
+            entropy_BT = -(log_q_BTH.exp() * log_q_BTH).nansum(-1)  # 0 log 0 = 0
         is_sampled = sampling.temperature > 0
         q_BTH = law(logits_BTH, sampling) if is_sampled else None
         seen = zip(

@@ -40,6 +40,7 @@ class Shape(Protocol):
     """Decides the shape of a draft, law by law."""
 
     most_candidates: int  # after one token; 1: the draft is a chain
+    sees_entropy: bool  # otherwise a look's is 0
 
     def confidences(self, look: Look) -> list[float]:
         """Chances of the candidates of a law to be accepted, likeliest first; where they are drawn,
@@ -72,6 +73,7 @@ class _Threshold:
     """A chain that goes on while its survival, as the rule understands it, is large enough."""
 
     most_candidates = 1
+    sees_entropy = False
 
     def shape(self, *, is_greedy: bool, is_chain: bool) -> Shape:
         """The same for every law."""
@@ -119,6 +121,7 @@ class StopUncertain(_Threshold):
 
     threshold: float = 0.3
     scale: float = 0.15
+    sees_entropy = True
 
     def confidences(self, look: Look) -> list[float]:
         """1 while the law is certain enough, else 0."""
@@ -211,6 +214,8 @@ class Walk:
     is what a draft step behind a token of survival P brings. A step is made while that is positive,
     and as many candidates are drafted as earn more than they cost.
     """
+
+    sees_entropy = False
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class Decoder:
         drafter.reset(len(rows))
         self._start(rows, range(len(rows)), drafter)
         while rows:
-            uniforms = self._uniforms(rows, gamma)
+            uniforms = self._uniforms(rows, gamma, is_greedy=sampling.temperature == 0)
             texts = [row.tokens for row in rows]
             proposal = drafter.draft(texts, uniforms.most, sampling, uniforms.draw_BG)
             branches = self._branches(rows, proposal)
@@ -221,14 +221,15 @@ class Decoder:
             drafter.keep(kept)
         return [rows[place] for place in kept]
 
-    def _uniforms(self, rows: Sequence[Row], gamma: int) -> Uniforms:
-        """A row's numbers do not depend on the others."""
+    def _uniforms(self, rows: Sequence[Row], gamma: int, *, is_greedy: bool) -> Uniforms:
+        """A row's numbers do not depend on the others; greedy decoding draws none."""
         # a token beyond the limit would never be committed
         most = [min(gamma, row.num_left - 1) for row in rows]
         width = max(most)
         accept_BG, draw_BG = torch.zeros(2, len(rows), width)
         last_B = torch.zeros(len(rows))
-        for place, (row, num) in enumerate(zip(rows, most, strict=True)):
+        drawing = [] if is_greedy else zip(rows, most, strict=True)
+        for place, (row, num) in enumerate(drawing):
             rng = row.request.rng
             uniform = torch.rand(2 * num + 1, generator=rng, device=rng.device)
             accept_BG[place, :num], draw_BG[place, :num] = uniform[:num], uniform[num + 1 :]

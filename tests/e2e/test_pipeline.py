@@ -17,6 +17,7 @@ import pytest
 
 from conf.contracts import Corpus, Draft, Lessons, Manifest, Report, Result
 from data.shards import Row, check_shard, read_split
+from eval import bench_flashspec
 from eval.bench_codec import codec
 from eval.bench_decode import decode
 from eval.bench_generate import generate
@@ -200,15 +201,21 @@ def check_identities(row: Result, report: Report) -> None:
 
 # of what transformers imports for assisted generation
 @pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
-def test_the_decoder_is_measured_beside_transformers(finished: Finished) -> None:
+def test_the_decoder_is_measured_beside_transformers(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_flashspec, "is_installed", lambda: False)  # here or elsewhere
     rows = {row.name: row for row in decode(finished.folder, finished.place.outputs)}
     assert list(rows) == [
         *("decode.efficiency", "decode.vs_hf_assisted", "decode.autoregressive_vs_hf.b1"),
         *("decode.autoregressive_vs_hf.b8", "decode.draft_step_ratio", "decode.block_vs_chain"),
+        *("decode.batch8", "decode.batch8.break_even"),
         *("decode.identical_fp32.fixed_width", "decode.identical_fp32.free_width"),
     ]
     shares = [rows.pop(name) for name in list(rows) if "identical" in name]
     assert [row.value for row in shares] == [1.0, 1.0]
+    break_even = rows.pop("decode.batch8.break_even").value
+    assert break_even is not None and 0 < break_even < math.inf
     for row in rows.values():
         assert row.value is not None and row.low is not None and row.high is not None
         assert 0 < row.low <= row.value <= row.high < math.inf
