@@ -280,12 +280,12 @@ class Decoder:
             logits_BTV = self._penalised(rows, ids_BN, logits_BTV, sampling)
         at = [len(row.tokens) - 1 for row in rows]
         if sampling.temperature == 0:
-            likeliest_BT = likeliest(logits_BTV, "target", at)
+            likeliest_BT = likeliest(logits_BTV, side="target", first_position=at)
             if branches is None:
                 return greedy(likeliest_BT, ids_BN)
             lineage_BNN = branches.sees_BTN[:, 1 : 1 + width]
             return greedy(likeliest_BT, ids_BN, branches.parents_BN, lineage_BNN)
-        p = law(logits_BTV, sampling, "target", at)
+        p = law(logits_BTV, sampling, side="target", first_position=at)
         if q is None:
             q = one_hot(ids_BN.clamp(min=0), p.shape[-1]).to(p.dtype)
             q = q.masked_fill((ids_BN == NOTHING).unsqueeze(-1), 0.0)
