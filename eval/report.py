@@ -192,7 +192,7 @@ def by_prompt_category(report: Report) -> Figure | None:
     left.set(xlabel="speedup (times; dashed line: no gain)", ylabel="category of prompt")
     left.set_title(f"Speedup, drafting {best.drafting}")
     right.set_xlabel("acceptance rate (accepted / tested tokens)")
-    right.set_title(f"Acceptance rate, drafting {best.drafting}")
+    right.set_title("Acceptance rate")
     handles = [_handle(temperature_label(t), **_look(report, t)) for t in temperatures]
     _legend_below(figure, [*handles, _handle(interval_label(report), marker="_", ms=12)])
     return figure
