@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conf.schema import Config
+from models.decoding.by_cost import Calibration, CostAware
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter, LookupDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.kernels import use_kernel
-from models.decoding.length import Calibration, CostAware, StopBelow
+from models.decoding.length import StopBelow
 from models.decoding.quantized import quantize
 from models.decoding.speculative import Decoder, Round
 from models.draft import read_hot_ids

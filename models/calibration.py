@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from data.batches import collate
 from data.shards import Row
-from models.decoding.length import Calibration, Curve
+from models.decoding.by_cost import Calibration, Curve
 
 NUM_CANDIDATES = 8  # of a law, that are looked at
 NUM_SAMPLE = 512  # laws kept

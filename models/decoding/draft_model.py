@@ -182,8 +182,18 @@ class ModelDrafter:
         fed_BT, places_BT = (torch.tensor(x, device=self.engine.device) for x in (fed, places))
         return self._logits(fed_BT, places_BT, longest=max(ends), last_only=True)
 
-    def _logits(self, fed_BT: Tensor, positions_BT: Tensor, **where: object) -> Tensor:
-        logits = self.engine.forward(fed_BT, positions_BT, **where)  # type: ignore[arg-type]
+    def _logits(
+        self,
+        fed_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        longest: int,
+        last_only: bool,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        logits = self.engine.forward(
+            fed_BT, positions_BT, longest=longest, last_only=last_only, branches=branches
+        )
         # a padded draft vocabulary is cut before the law: ids the target lacks have no mass
         return logits if self.hot_ids is not None else logits[..., : self.vocab_size]
 

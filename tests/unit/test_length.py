@@ -13,15 +13,8 @@ from torch import Tensor
 
 from data.shards import Row
 from models.calibration import NUM_CANDIDATES, calibrate
-from models.decoding.length import (
-    Calibration,
-    CostAware,
-    Curve,
-    Look,
-    StopBelow,
-    StopUncertain,
-    Walk,
-)
+from models.decoding.by_cost import Calibration, CostAware, Curve, Walk
+from models.decoding.length import Look, StopBelow, StopUncertain
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 HONEST = Curve([0.001, 1.0], [0.001, 1.0])  # a probability is worth what it says
