@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from models.decoding.drafters import Proposal
 from models.decoding.engine import FEW_QUERIES, Engine
+from models.decoding.growing import Growing, Held
 from models.decoding.length import Look, Rule, Shape
 from models.decoding.sampling import (
     Sampling,
@@ -23,62 +23,8 @@ from models.decoding.sampling import (
     likeliest,
     penalise,
 )
-from models.decoding.tree import ROOT, Branches, Tree
+from models.decoding.tree import ROOT, Branches
 from models.decoding.verify import NOTHING
-
-
-@dataclass
-class _Held:
-    """What the draft's cache holds of one row: the text's first `num_sure` tokens, and behind them
-    what was drafted. How much of that became text is seen when the row drafts again.
-    """
-
-    num_prompt: int
-    num_sure: int
-    drafted: Tensor | list[int] = field(default_factory=list)
-
-    def settle(self, text: Sequence[int]) -> None:
-        """Count what was drafted and is text now."""
-        drafted = self.drafted.tolist() if isinstance(self.drafted, Tensor) else self.drafted
-        # the last token is fed anyway: what follows it is wanted
-        for token in drafted:
-            if self.num_sure >= len(text) - 1 or text[self.num_sure] != token:
-                break
-            self.num_sure += 1
-        self.num_sure = min(self.num_sure, len(text) - 1)
-        self.drafted = []
-
-
-@dataclass
-class _Growing:
-    """The draft of one row under way."""
-
-    length: int  # of the text
-    room: int  # for candidates
-    tree: Tree = field(default_factory=Tree)
-    newest: list[int] = field(default_factory=list)
-    fed: list[int] = field(default_factory=list)
-    laws: dict[int, Tensor] = field(default_factory=dict)  # of the candidates behind each token
-
-    def survival(self, node: int) -> float:
-        """Of a candidate, or of the text itself."""
-        return 1.0 if node == ROOT else self.tree.survivals[node]
-
-    def go_on(self, shape: Shape) -> list[int]:
-        """The newest candidates that the draft model reads next."""
-        if not self.newest or len(self.tree) >= self.room:
-            self.newest = []
-            return []
-        chosen = [self.newest[i] for i in shape.continues([*map(self.survival, self.newest)])]
-        self.fed += chosen
-        return chosen
-
-    def first_line(self) -> list[int]:
-        """Ids of the candidates that were read and stand in the cache as they would in a text."""
-        num = 0
-        while num in self.fed and self.tree.parents[num] == num - 1:
-            num += 1
-        return self.tree.ids[:num]
 
 
 class ModelDrafter:
@@ -103,20 +49,20 @@ class ModelDrafter:
         self.engine, self.vocab_size, self.hot_ids = engine, vocab_size, hot_ids
         self.rule = rule
         self._known_ids: list[int] | None = None if hot_ids is None else hot_ids.tolist()
-        self._rows = [_Held(0, 0) for _ in range(engine.num_rows)]
+        self._rows = [Held(0, 0) for _ in range(engine.num_rows)]
         self._nothing = torch.empty(1, 0, dtype=torch.long, device=engine.device)
 
     def reset(self, num_rows: int) -> None:
         """Forget all texts; room for so many."""
         self.engine.reset(num_rows)
-        self._rows = [_Held(0, 0) for _ in range(num_rows)]
+        self._rows = [Held(0, 0) for _ in range(num_rows)]
 
     def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
         """Read prompts, but for their last tokens, into rows."""
         read = [prompt[: min(len(prompt) - 1, self.engine.capacity)] for prompt in prompts]
         self.engine.start(read, rows)
         for prompt, known, row in zip(prompts, read, rows, strict=True):
-            self._rows[row] = _Held(len(prompt), len(known))
+            self._rows[row] = Held(len(prompt), len(known))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows; the kept ones are renumbered in the given order."""
@@ -251,7 +197,7 @@ class ModelDrafter:
     ) -> Proposal:
         """Chains or trees, as the rule says."""
         is_chain = shape.most_candidates == 1
-        drafts = [_Growing(len(text), room) for text, room in zip(texts, most, strict=True)]
+        drafts = [Growing(len(text), room) for text, room in zip(texts, most, strict=True)]
         fed: list[list[int]] = [[ROOT] for _ in drafts]
         num_steps = 1
         while True:
@@ -272,7 +218,7 @@ class ModelDrafter:
 
     def _logits_after(
         self,
-        drafts: Sequence[_Growing],
+        drafts: Sequence[Growing],
         fed: Sequence[Sequence[int]],
         texts: Sequence[Sequence[int]],
         *,
@@ -299,7 +245,7 @@ class ModelDrafter:
 
     def _grow(
         self,
-        drafts: Sequence[_Growing],
+        drafts: Sequence[Growing],
         fed: Sequence[Sequence[int]],
         logits_BTH: Tensor,
         sampling: Sampling,
@@ -341,7 +287,7 @@ class ModelDrafter:
                     token = index if self._known_ids is None else self._known_ids[index]
                     draft.newest.append(draft.tree.add(token, parent, survival * confidence))
 
-    def _proposal(self, drafts: Sequence[_Growing], num_steps: int, *, is_chain: bool) -> Proposal:
+    def _proposal(self, drafts: Sequence[Growing], num_steps: int, *, is_chain: bool) -> Proposal:
         trees = [draft.tree for draft in drafts]
         size = max(map(len, trees))
         ids = [[*tree.ids, *[NOTHING] * (size - len(tree))] for tree in trees]
