@@ -27,6 +27,11 @@ class DraftInit(StrEnum):
     pretrained = "pretrained"  # a small model with the target's tokenizer
 
 
+class DraftVocab(StrEnum):
+    same = "same"  # the target's, checked by content
+    shared = "shared"  # one of its own: it drafts the tokens that both have, and is not trained
+
+
 class LayerRule(StrEnum):
     first = "first"
     even = "even"

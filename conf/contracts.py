@@ -204,6 +204,7 @@ class Draft(Manifest):
     layers: list[int]  # of the target, in order; empty for a pretrained draft
     num_bytes: int
     hot_vocab: int  # ids the draft proposes; 0: all
+    shared_vocab: int = 0  # tokens that a draft with another tokenizer proposes; 0: it has the same
     # on recorded validation answers, a lower bound (see train.objectives)
     expected_acceptance: BeforeAfter
     best_step: int

@@ -12,6 +12,7 @@ from conf.choices import (
     Device,
     Divergence,
     DraftInit,
+    DraftVocab,
     Dtype,
     LayerRule,
     Optimizer,
@@ -177,6 +178,7 @@ class DraftConfig:
     warm_start: bool = True  # closed-form head from hidden-state statistics (init=layers)
     ridge: float = 1e-3  # regularisation of the warm start, relative to the mean diagonal
     pretrained: str = ""  # Hub id or folder (init=pretrained)
+    vocab: DraftVocab = DraftVocab.same  # whose tokens a pretrained draft reads
     train_embeddings: bool = False
     # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
     hot_vocab: int = 8192
@@ -195,6 +197,13 @@ class DraftConfig:
             repr(self.pretrained),
             "draft.init=pretrained needs a model to start from",
             "Set draft.pretrained to a Hub id or a folder",
+        )
+        require(
+            self.init is DraftInit.pretrained or self.vocab is DraftVocab.same,
+            "draft.vocab",
+            self.vocab,
+            "the target's own layers read the target's tokens",
+            "Leave it out, or name a draft of another tokenizer with draft=pretrained",
         )
         require(
             self.hot_vocab >= 0,

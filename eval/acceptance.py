@@ -49,18 +49,28 @@ def overlaps(
     p and q are the laws that decoding uses, over the target's whole vocabulary; an id that a draft
     does not propose has q = 0.
     """
-    ids = torch.tensor([text.prompt + text.answer[:-1]], device=target.device)
-    keep = len(text.answer)
-    p_NV = law(target(ids, logits_to_keep=keep, use_cache=False).logits[0], sampling, side="target")
+    p_NV = _laws(target, text, sampling, side="target")
     found = []
     for draft, hot_ids in drafts:
-        q_NH = law(
-            draft(ids, logits_to_keep=keep, use_cache=False).logits[0], sampling, side="draft"
-        )
+        q_NH = _laws(draft, text, sampling, side="draft")
         shared = p_NV if hot_ids is None else p_NV[:, hot_ids.to(p_NV.device)]
         width = min(shared.shape[-1], q_NH.shape[-1])
-        found.append(Overlap(float(torch.minimum(shared[:, :width], q_NH[:, :width]).sum()), keep))
+        total = torch.minimum(shared[:, :width], q_NH[:, :width]).sum()
+        found.append(Overlap(float(total), len(text.answer)))
     return found
+
+
+@torch.inference_mode()
+def overlap(target: PreTrainedModel, q_NV: Tensor, text: Text) -> Overlap:
+    """The same at temperature 1 for a draft's laws over the target's ids."""
+    p_NV = _laws(target, text, Sampling(1.0), side="target")
+    return Overlap(float(torch.minimum(p_NV, q_NV).sum()), len(text.answer))
+
+
+def _laws(model: PreTrainedModel, text: Text, sampling: Sampling, side: str) -> Tensor:
+    ids = torch.tensor([text.prompt + text.answer[:-1]], device=model.device)
+    logits = model(ids, logits_to_keep=len(text.answer), use_cache=False).logits[0]
+    return law(logits, sampling, side=side, first_position=len(text.prompt) - 1)
 
 
 def mean_overlap(found: Sequence[Overlap], confidence: float) -> Acceptance:

@@ -99,9 +99,7 @@ class Chat:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        limits = (self.pair.model.config, self.pair.draft.config)
-        longest = [getattr(config, "max_position_embeddings", None) for config in limits]
-        self.capacity = min(self.pair.decoder.target.capacity, *filter(None, longest))
+        self.capacity = self.pair.decoder.target.capacity
         self._rng = torch.Generator().manual_seed(self.settings.seed)
         self._decoder, self._gamma = self.pair.decoder, self.settings.gamma
         if self.settings.by_cost and self.cost is not None:

@@ -42,7 +42,7 @@ from conf.tracking import Tracker
 from data.chat import render_prompt
 from data.shards import read_split
 from data.suites import suite_prompts
-from eval.acceptance import Overlap, Text, mean_overlap, overlaps
+from eval.acceptance import Overlap, Text, mean_overlap
 from eval.measure import AT_ONE, Question, best_of, check_estimate, decode_all, ways_of
 from eval.pair import ModelPair, load_draft
 from eval.report import write_report
@@ -87,7 +87,8 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     longest = max(*settings.gammas, settings.lookup_gamma, settings.by_cost)
     capacity = -(-(MAX_PROMPT_TOKENS + settings.max_new_tokens + longest) // 64) * 64
     models = ModelPair.load(config, run.draft / "model", capacity)
-    questions = ask(config, models.target)
+    room = models.decoder.target.capacity - settings.max_new_tokens - longest
+    questions = ask(config, models.target, min(room, MAX_PROMPT_TOKENS))
     compile_seconds = warm_up(models, questions, config, tracker)
     cost = measure_cost(models.decoder.target, models.drafter, longest, Sampling(0.0))
     cost.compile_seconds = compile_seconds
@@ -112,7 +113,8 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
             "target_layers": draft_manifest.layers,
             "bytes": draft_manifest.num_bytes,
             "hot_vocab": draft_manifest.hot_vocab,
-        },
+        }
+        | ({"shared_vocab": num_shared} if (num_shared := draft_manifest.shared_vocab) else {}),
         machine=machine(models),
         cost=cost,
         expected_acceptance=expected,
@@ -143,7 +145,7 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     return report
 
 
-def ask(config: Config, target: Target) -> list[Question]:
+def ask(config: Config, target: Target, most_tokens: int = MAX_PROMPT_TOKENS) -> list[Question]:
     """The suites' prompts as ids. Prompts beyond the length limit are cut from the measurement, not
     shortened.
     """
@@ -151,14 +153,15 @@ def ask(config: Config, target: Target) -> list[Question]:
     for category, prompts in suite_prompts(config.eval).items():
         for prompt in prompts:
             ids = render_prompt(target.tokenizer, prompt.messages, config.target.system_prompt)
-            if len(ids) <= MAX_PROMPT_TOKENS:
+            if len(ids) <= most_tokens:
                 questions.append(Question(category, ids, _last_turn(prompt)))
     require(
         bool(questions),
         "eval.suites",
         sorted(config.eval.suites),
-        f"they have no prompt of at most {MAX_PROMPT_TOKENS} tokens, so nothing can be measured",
-        "Name suites of shorter prompts",
+        f"they have no prompt of at most {most_tokens} tokens, which is what fits beside an answer,"
+        " so nothing can be measured",
+        "Name suites of shorter prompts or lower eval.max_new_tokens",
     )
     return questions
 
@@ -198,7 +201,8 @@ def warm_up(
             )
     # after a few lookups in a row the draft has several tokens to read at once
     text = by_length[-1].prompt
-    for num_tokens in CATCHING_UP:
+    # one with its own tokens also reads again what is split anew
+    for num_tokens in range(1, 9) if models.has_own_tokens else CATCHING_UP:
         if num_tokens < len(text):
             models.drafter.start([text[:-num_tokens]])
             uniform = torch.full((1, 1), 0.5, device=models.model.device)
@@ -212,12 +216,11 @@ def expect(
     """Exact expected acceptance at temperature 1 on the recorded validation answers, before and
     after distillation.
     """
-    initial, initial_ids = load_draft(
-        run.draft / "initial",
-        models.draft.dtype,
-        models.model.device,
-        int8=config.runtime.int8_draft,
-    )
+    untrained = []
+    if not models.has_own_tokens:  # else it was never trained
+        numbers, device = models.draft.dtype, models.model.device
+        int8 = config.runtime.int8_draft
+        untrained.append(load_draft(run.draft / "initial", numbers, device, int8=int8))
     before: list[Overlap] = []
     after: list[Overlap] = []
     by_category: dict[str, list[Overlap]] = defaultdict(list)
@@ -226,12 +229,11 @@ def expect(
     with tracker.progress("evaluate: expected acceptance", len(rows), "answers") as bar:
         for row in rows:
             text = Text(row.prompt.tolist(), row.generated.tolist(), row.category, row.temperature)
-            drafts = [(initial, initial_ids), (models.draft, models.hot_ids_H)]
-            first, last = overlaps(models.model, drafts, text, AT_ONE)
-            before.append(first)
-            after.append(last)
-            by_category[row.category].append(last)
-            by_temperature[str(row.temperature)].append(last)
+            found = models.overlaps(text, AT_ONE, *untrained)
+            before.append(found[0])
+            after.append(found[-1])
+            by_category[row.category].append(found[-1])
+            by_temperature[str(row.temperature)].append(found[-1])
             bar.advance()
     level = config.eval.confidence
     return ExpectedAcceptance(

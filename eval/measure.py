@@ -12,7 +12,7 @@ from conf.contracts import Cost, Rates, Result, drafting
 from conf.groups import EvalConfig
 from conf.schema import Config
 from conf.tracking import Tracker
-from eval.acceptance import Text, mean_overlap, overlaps
+from eval.acceptance import Text, mean_overlap
 from eval.pair import ModelPair, Pieces
 from eval.speed import Decoded, Pair, predicted_speedup, speedup, timed
 from models.decoding.counts import Counts
@@ -204,10 +204,7 @@ def check_estimate(
     rows = [row for row in results if (row.category, row.temperature, row.gamma) == (ALL, 1.0, 1)]
     if not answers or not rows:
         return []
-    found = [
-        overlaps(models.model, [(models.draft, models.hot_ids_H)], text, AT_ONE)[0]
-        for text in answers
-    ]
+    found = [models.overlaps(text, AT_ONE)[-1] for text in answers]
     estimate = mean_overlap(found, confidence)
     tested = sum(row.num_target_calls for row in rows)
     measured = sum(row.conditional_acceptance[0] * row.num_target_calls for row in rows) / tested

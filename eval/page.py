@@ -178,12 +178,14 @@ def facts(tree: Mapping[str, Any], skip: tuple[str, ...] = ()) -> list[tuple[str
     """Names and values of a report's free-form dictionary in words."""
     shown = []
     for key, value in tree.items():
-        if key in skip:
+        if key in skip or (key == "hot_vocab" and "shared_vocab" in tree):
             continue
         if key == "bytes" or key.endswith("_bytes"):
             text = size(value)
         elif key == "hot_vocab":
             text = f"{value:,} most frequent ids" if value else "all ids"
+        elif key == "shared_vocab":
+            text = f"{value:,} tokens, those that its own tokenizer shares with the target's"
         elif isinstance(value, bool):
             text = "yes" if value else "no"
         elif isinstance(value, int):
@@ -198,6 +200,7 @@ FACT_NAMES = {
     "bytes": "size",
     "num_bytes": "size",
     "hot_vocab": "proposes",
+    "shared_vocab": "proposes",
     "dtype": "number format",
 }
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conf.schema import Config
+from eval.acceptance import Overlap, Text, overlap, overlaps
 from models.decoding.by_cost import Calibration, CostAware
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter, LookupDrafter
@@ -21,9 +23,12 @@ from models.decoding.engine import Engine, narrow_head
 from models.decoding.kernels import use_kernel
 from models.decoding.length import StopBelow
 from models.decoding.quantized import quantize
+from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder, Round
+from models.decoding.translated import TranslatedDrafter
 from models.draft import read_hot_ids
 from models.load import Target, device_of, load_folder, load_model, open_target
+from models.vocab import read_translation
 
 UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 
@@ -43,24 +48,56 @@ class ModelPair:
     @classmethod
     def load(cls, config: Config, folder: Path, capacity: int) -> ModelPair:
         """The target of `config` and the draft exported to `folder`, with room for `capacity`
-        tokens.
+        tokens or as many as a model has positions for.
+
+        Raises ConfigError for a draft with another tokenizer that was not made for that.
         """
         target = open_target(config)
+        translation = read_translation(folder, target.tokenizer)
         model = load_model(target, config.target, device_of(config.runtime))
         use_kernel(model)
         int8 = config.runtime.int8_draft
         draft, hot_ids_H = load_draft(folder, model.dtype, model.device, int8=int8)
-        compiled = config.runtime.compile
-        drafter = ModelDrafter(
-            Engine(draft, num_rows=1, capacity=capacity, compiled=compiled),
-            vocab_size=target.config.vocab_size,
-            hot_ids=hot_ids_H,
-            rule=StopBelow(config.eval.stop_below) if config.eval.stop_below else None,
+        # a text may have more tokens in the draft's vocabulary
+        room = capacity if translation is None else 2 * capacity
+        engine, beside = (
+            Engine(
+                one,
+                num_rows=1,
+                capacity=min(size, num_positions(one)),
+                compiled=config.runtime.compile,
+            )
+            for one, size in ((model, capacity), (draft, room))
         )
-        engine = Engine(model, num_rows=1, capacity=capacity, compiled=compiled)
+        rule = StopBelow(config.eval.stop_below) if config.eval.stop_below else None
+        vocab_size = target.config.vocab_size
+        drafter = (
+            ModelDrafter(beside, vocab_size=vocab_size, hot_ids=hot_ids_H, rule=rule)
+            if translation is None
+            else TranslatedDrafter(beside, translation, vocab_size=vocab_size, rule=rule)
+        )
         decoder = Decoder(engine, drafter, target.stop_ids)
         calibration = Calibration.read(folder)
         return cls(target, model, draft, hot_ids_H, drafter, decoder, calibration)
+
+    @property
+    def has_own_tokens(self) -> bool:
+        """Whether the draft's tokenizer is another than the target's."""
+        return isinstance(self.drafter, TranslatedDrafter)
+
+    def overlaps(
+        self,
+        text: Text,
+        sampling: Sampling,
+        *others: tuple[PreTrainedModel, Tensor | None],
+    ) -> list[Overlap]:
+        """Of this pair on a text of the target, after those of other drafts with its tokenizer."""
+        if isinstance(self.drafter, TranslatedDrafter):
+            assert not others and sampling == Sampling(1.0)
+            drafter = copy(self.drafter)
+            drafter.rule = None
+            return [overlap(self.model, drafter.laws_along(text.prompt, text.answer), text)]
+        return overlaps(self.model, [*others, (self.draft, self.hot_ids_H)], text, sampling)
 
     def by_cost(self, c: float, v: Mapping[int, float], most: int) -> Decoder | None:
         """The decoder with drafts of the shape that pays at these costs, of at most so many tokens;
@@ -82,6 +119,11 @@ class ModelPair:
             decoder.drafter, lookup, model_gamma=model_gamma, lookup_gamma=lookup_gamma
         )
         return replace(decoder, drafter=drafter)
+
+
+def num_positions(model: PreTrainedModel) -> int:
+    """Of the longest text that a model can read."""
+    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
 
 def load_draft(

@@ -13,6 +13,7 @@ import copy
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +101,7 @@ class DraftModel(nn.Module):
         plain.to(dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if hot_ids is not None:
-            content = {"ids": hot_ids.tolist(), "vocab_size": config.vocab_size}
-            (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+            write_hot_ids(folder, hot_ids, config.vocab_size)
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
@@ -109,14 +109,37 @@ def _is_bfloat16(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and torch.equal(weight.bfloat16().float(), weight)
 
 
+def write_hot_ids(
+    folder: Path, ids_H: Tensor, vocab_size: int, target_ids_H: Tensor | None = None
+) -> None:
+    """Name the ids, of `vocab_size`, that an exported draft proposes, and for one with another
+    tokenizer the target's ids of the same tokens.
+    """
+    content = {"ids": ids_H.tolist(), "vocab_size": vocab_size}
+    if target_ids_H is not None:
+        content["target_ids"] = target_ids_H.tolist()
+    (folder / HOT_VOCAB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
 def read_hot_ids(folder: str | Path) -> Tensor | None:
     """Ids that the draft of an exported folder proposes; None: all."""
+    tree = _read_hot_vocab(folder)
+    return None if tree is None else torch.tensor(tree["ids"])
+
+
+def read_shared_ids(folder: str | Path) -> tuple[Tensor, Tensor] | None:
+    """Of an exported draft with another tokenizer, the target's ids and the draft's of the tokens
+    it proposes; None: it has the target's tokenizer.
+    """
+    tree = _read_hot_vocab(folder)
+    if tree is None or "target_ids" not in tree:
+        return None
+    return torch.tensor(tree["target_ids"]), torch.tensor(tree["ids"])
+
+
+def _read_hot_vocab(folder: str | Path) -> dict[str, Any] | None:
     path = Path(folder) / HOT_VOCAB
-    return (
-        torch.tensor(json.loads(path.read_text(encoding="utf-8"))["ids"])
-        if path.is_file()
-        else None
-    )
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:

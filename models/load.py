@@ -151,7 +151,7 @@ def load_model(
     """
     model = load_folder(
         target.source,
-        dtype=torch.bfloat16 if config.dtype is Dtype.auto else dtype_of(config.dtype, device),
+        dtype=stored_dtype(config, device),
         device=device,
         revision=target.revision,
         trust_remote_code=config.trust_remote_code,
@@ -159,6 +159,11 @@ def load_model(
     # the wrapped method has a signature that type checkers misread
     nn.Module.to(model, dtype_of(config.dtype, device) if dtype is None else dtype)
     return model
+
+
+def stored_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
+    """The numbers that the target's weights are rounded to, and an exported draft's."""
+    return torch.bfloat16 if config.dtype is Dtype.auto else dtype_of(config.dtype, device)
 
 
 def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:

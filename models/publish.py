@@ -106,6 +106,12 @@ def write(config: Config, run: Run, folder: Path) -> None:
     ContractError without a draft or a report, ConfigError when they do not fit or do not load.
     """
     draft, report = Draft.read(run.draft), Report.read(run.report)
+    if draft.shared_vocab:
+        raise PublishError(
+            f"{run.draft} is {draft.determined_by['draft']['pretrained']} as it was"
+            " (draft.vocab=shared): nothing was trained, so there is nothing to publish. Distil a"
+            " draft of the target's tokenizer."
+        )
     measured = report.draft.get("parameters")
     if measured != draft.parameters:
         raise PublishError(

@@ -38,7 +38,8 @@ TARGET = {  # what manifests say about the target
     "parameters": 78_000,
     "dtype": "float32",
 }
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+OTHER_VOCAB_SIZE = 280
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -48,13 +49,13 @@ CHAT_TEMPLATE = (
 
 
 @functools.cache
-def _trained_bpe() -> str:
+def _trained_bpe(vocab_size: int, special_tokens: tuple[str, ...]) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -65,7 +66,7 @@ def _trained_bpe() -> str:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of 300 ids with a ChatML template; pad is eos, as in the SmolLM2 family."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained_bpe()),
+        tokenizer_object=Tokenizer.from_str(_trained_bpe(VOCAB_SIZE, SPECIAL_TOKENS)),
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
@@ -75,6 +76,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.chat_template = CHAT_TEMPLATE
     assert len(tokenizer) == VOCAB_SIZE
     return tokenizer
+
+
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Of 280 ids: fewer merges, other ids and other names of the special tokens."""
+    special = ("<bos>", "<|im_start|>", "<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_bpe(OTHER_VOCAB_SIZE, special)),
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
 
 
 def tiny_model(num_layers: int = 2, seed: int = 0, **changes: Any) -> LlamaForCausalLM:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from conf.choices import DraftInit, Dtype
+from conf.choices import DraftInit, DraftVocab
 from conf.contracts import Acceptance, BeforeAfter, Draft, Lessons
 from conf.errors import ConfigError
 from conf.run import (
@@ -31,7 +31,7 @@ from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
 from data.batches import Batch, collate, compact
 from data.shards import Row, read_split
-from models.calibration import calibrate
+from models.calibration import calibrate, laws_of
 from models.draft import (
     DraftModel,
     choose_layers,
@@ -49,8 +49,10 @@ from models.load import (
     open_target,
     release_freed,
     set_threads,
+    stored_dtype,
 )
 from models.vocab import require_same_tokenizer
+from train.adopt import adopt
 from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
 from train.head import Head
@@ -65,22 +67,13 @@ STARTED = "started.json"  # the configuration that training began with
 
 def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     """Train a draft on the recorded answers and export the checkpoint with the best validation
-    acceptance.
+    acceptance. One with another tokenizer is not trained: see `train.adopt`.
 
     Rerunning continues from the last checkpoint, bit for bit on a CPU; a finished draft of the same
     configuration is kept as it is.
     """
     lessons = Lessons.read(run.lessons)
-    made_by = determined(
-        config,
-        "draft",
-        "objective",
-        "optim",
-        lessons=lessons.fingerprint,
-        dtype=str(config.runtime.train_dtype),
-    )
-    if config.objective.reference:
-        made_by["reference"] = Draft.read(reference_folder(config)).fingerprint
+    made_by = determined_by(config, lessons)
     if run.resume(run.draft, Draft, made_by) is Resume.complete:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
@@ -88,9 +81,13 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     start = time.perf_counter()
     set_threads(config.runtime)
     run.draft.mkdir(parents=True, exist_ok=True)
-    require_same_start(run, made_by)
     device = device_of(config.runtime)
     target = open_target(config)
+    if config.draft.vocab is DraftVocab.shared:
+        draft = adopt(config, run, tracker, target, lessons, made_by)
+        _finish(tracker, run, draft)
+        return draft
+    require_same_start(run, made_by)
     validate_draft_layers(config, target.config.num_hidden_layers)
     train = sorted(read_split(run.lessons, lessons.splits["train"]), key=lambda row: row.index)
     validation = sorted(
@@ -125,8 +122,9 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     selection = open_selection(config.objective, reference_folder(config) / MODEL, head, device)
     release_freed()
     trainer = Trainer(config, model, head, train, validation, source, selection)
+    stored = stored_dtype(config.target, device)
     if process_rank() == 0:
-        model.export(run.draft / INITIAL, target.tokenizer, export_dtype(config, device), hot_ids)
+        model.export(run.draft / INITIAL, target.tokenizer, stored, hot_ids)
     _announce(tracker, model, trainer)
     expected = estimate(trainer)
     if trainer.restore(run.draft):
@@ -161,7 +159,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         seconds=round(progress.seconds, 1),
     )
     if process_rank() == 0:
-        model.export(run.draft / MODEL, target.tokenizer, export_dtype(config, device), hot_ids)
+        model.export(run.draft / MODEL, target.tokenizer, stored, hot_ids)
         check_export(run.draft / MODEL, model, validation[0], device)
         write_calibration(run.draft / MODEL, hot_ids, validation, device)
         draft.num_bytes = sum(
@@ -172,6 +170,17 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         draft.write(run.draft)  # last: a draft with a manifest is complete
     _finish(tracker, run, draft)
     return draft
+
+
+def determined_by(config: Config, lessons: Lessons) -> dict[str, Any]:
+    """What determines the draft."""
+    if config.draft.vocab is DraftVocab.shared:
+        return determined(config, "draft", lessons=lessons.fingerprint)
+    made_by = determined(config, "draft", "objective", "optim", lessons=lessons.fingerprint)
+    made_by["dtype"] = str(config.runtime.train_dtype)
+    if config.objective.reference:
+        made_by["reference"] = Draft.read(reference_folder(config)).fingerprint
+    return made_by
 
 
 def require_same_start(run: Run, made_by: dict[str, Any]) -> None:
@@ -204,12 +213,6 @@ def _by_key(tree: dict[str, Any]) -> dict[str, Any]:
     return {prefix + key: value for prefix, group in groups for key, value in group.items()}
 
 
-def export_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The numbers that the target's weights are rounded to, and the exported draft's."""
-    chosen = config.target.dtype
-    return torch.bfloat16 if chosen is Dtype.auto else dtype_of(chosen, device)
-
-
 def reference_folder(config: Config) -> Path:
     """Where the draft is that selects what this one learns."""
     return Path(config.outputs).absolute() / config.objective.reference / "draft"
@@ -225,7 +228,8 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
         layers: list[int] = []
     else:
-        full = load_model(target, config.target, torch.device("cpu"), export_dtype(config, device))
+        stored = stored_dtype(config.target, device)
+        full = load_model(target, config.target, torch.device("cpu"), stored)
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
         plain = from_layers(full, layers)
         nn.Module.to(plain, device)
@@ -253,7 +257,7 @@ def write_calibration(
 ) -> None:
     """Write what the exported draft's probabilities are worth beside it, where laws tell."""
     exported = load_folder(folder, dtype=torch.float32, device=device)
-    calibration = calibrate(exported, hot_ids, rows)
+    calibration = calibrate(laws_of(exported, hot_ids), rows)
     if calibration is not None:
         calibration.write(folder)
 

@@ -1,25 +1,35 @@
 """Drafting with a model of another tokenizer: token-level intersection (TLI, 2502.05202)."""
 
-# B rows, N drafted tokens or candidates, S tokens that both vocabularies have, V a vocabulary
+# B rows, N drafted tokens or candidates, S tokens that both vocabularies have, V ids of the
+# draft or, of laws, of the target
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from conf.errors import UserError
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import Proposal
+from models.decoding.engine import Engine
+from models.decoding.length import Rule
 from models.decoding.sampling import Sampling
-from models.decoding.tree import Tree
 from models.decoding.verify import NOTHING
 
-WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in vocabularies of sentences' pieces
+# of vocabularies of sentences' pieces: a space, and a byte that no piece holds
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class NothingShared(UserError, ValueError):
+    """Two vocabularies without a common token."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +44,43 @@ class Translation:
 
     @classmethod
     def of(cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Translation:
-        """Raises ValueError when no token is the same in both."""
+        """All tokens of the same text. Raises NothingShared when there are none."""
         theirs, ours = texts_of(target), texts_of(draft)
         shared = sorted(theirs.keys() & ours.keys(), key=theirs.__getitem__)
         if not shared:
-            raise ValueError(
+            raise NothingShared(
                 "the draft's tokenizer shares no token with the target's, so it can propose"
                 " nothing. Pick another draft."
             )
-
-        def translate(ids: Sequence[int]) -> list[int]:
-            text = target.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            found: list[int] = draft.encode(str(text), add_special_tokens=False)
-            # a draft needs a token to start from
-            start = draft.bos_token_id if draft.bos_token_id is not None else draft.eos_token_id
-            return found or [0 if start is None else start]
-
         return cls(
             torch.tensor([theirs[text] for text in shared]),
             torch.tensor([ours[text] for text in shared]),
-            translate,
+            translator(target, draft),
         )
+
+    def only(self, is_kept_S: Tensor) -> Translation:
+        """With fewer of the shared tokens."""
+        return Translation(
+            self.target_ids_S[is_kept_S], self.draft_ids_S[is_kept_S], self.translate
+        )
+
+
+def translator(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
+) -> Callable[[Sequence[int]], list[int]]:
+    """Ids of the target's to those of the same text in the draft's."""
+    # a draft needs a token to start from
+    start = draft.bos_token_id if draft.bos_token_id is not None else draft.eos_token_id
+
+    def translate(ids: Sequence[int]) -> list[int]:
+        text = target.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        # verbose: a text beyond the model's context, of which the drafter takes care
+        found: list[int] = draft.encode(str(text), add_special_tokens=False, verbose=False)
+        return found or [0 if start is None else start]
+
+    return translate
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
@@ -75,86 +99,104 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
             text = b"special " + token.encode()
         elif is_bytes and all(letter in byte_of for letter in token):
             text = bytes(byte_of[letter] for letter in token)
+        elif one := ONE_BYTE.fullmatch(token):
+            text = bytes.fromhex(one[1])
         else:
             text = token.replace(WORD_START, " ").encode()
         found[text] = number
     return found
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(ModelDrafter):
     """A draft model that reads its own tokens and proposes those that the target has too.
 
-    `model` drafts over the ids of the draft that are shared, `translation.draft_ids_S`: its head is
-    narrowed to them, so its law is q(x) / sum over shared of q, in the order of the translation.
-    The text is read anew in the draft's tokens every round, and what differs from the last reading
-    is read again.
+    The head of the engine's model has been narrowed to the draft's shared ids, so its law is q(x) /
+    sum over shared of q. The text is read anew in the draft's tokens every round, and what differs
+    from the last reading is read again.
     """
 
-    def __init__(self, model: ModelDrafter, translation: Translation, *, vocab_size: int):
-        if model.hot_ids is None or not torch.equal(model.hot_ids.cpu(), translation.draft_ids_S):
+    def __init__(
+        self,
+        engine: Engine,
+        translation: Translation,
+        *,
+        vocab_size: int,
+        rule: Rule | None = None,
+    ):
+        """vocab_size: of the target. Raises ValueError unless the head has the shared ids."""
+        target_ids_S, draft_ids_S = (
+            ids_S.to(engine.device) for ids_S in (translation.target_ids_S, translation.draft_ids_S)
+        )
+        num_logits = engine.model.get_output_embeddings().out_features
+        if num_logits != len(draft_ids_S):
             raise ValueError(
-                "the draft's head must be narrowed to the shared ids: narrow_head(draft,"
-                " translation.draft_ids_S), ModelDrafter(hot_ids=translation.draft_ids_S)."
+                f"the draft's head has {num_logits} ids, and {len(draft_ids_S)} are shared: narrow"
+                " it with narrow_head(draft, translation.draft_ids_S)."
             )
-        self.model, self.translation, self.vocab_size = model, translation, vocab_size
-        device = model.engine.device
-        self._target_ids_S = translation.target_ids_S.to(device)
-        self._draft_ids_S = translation.draft_ids_S.to(device)
-        size = int(translation.draft_ids_S.max()) + 1
-        self._target_of_V = torch.zeros(size, dtype=torch.long, device=device)
-        self._target_of_V[self._draft_ids_S] = self._target_ids_S
-        self._read: list[list[int]] = []
+        size = engine.model.config.vocab_size
+        super().__init__(engine, vocab_size=size, hot_ids=draft_ids_S, rule=rule)
+        self.translation, self._size, self._target_ids_S = translation, vocab_size, target_ids_S
+        self._target_of_V = torch.zeros(size, dtype=torch.long, device=engine.device)
+        self._target_of_V[draft_ids_S] = target_ids_S
+        self._read_so_far: list[list[int]] = []
+        self.reset(engine.num_rows)
 
     def reset(self, num_rows: int) -> None:
         """Forget all texts; room for so many."""
-        self.model.reset(num_rows)
-        self._read = [[] for _ in range(num_rows)]
+        super().reset(num_rows)
+        self._read_so_far = [[] for _ in range(num_rows)]
 
     def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] = (0,)) -> None:
         """Read prompts into rows."""
-        if not self._read:
-            self.reset(self.model.engine.num_rows)
         read = [self.translation.translate(prompt) for prompt in prompts]
-        self.model.start(read, rows)
+        super().start(read, rows)
         for text, row in zip(read, rows, strict=True):
-            self._read[row] = text
+            self._read_so_far[row] = text
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
-        self.model.keep(rows)
-        self._read = [self._read[row] for row in rows]
+        """Drop all other rows; the kept ones are renumbered in the given order."""
+        super().keep(rows)
+        self._read_so_far = [self._read_so_far[row] for row in rows]
 
     def draft(
         self,
         texts: Sequence[Sequence[int]],
         most: Sequence[int],
         sampling: Sampling,
-        uniform_BN: Tensor,
+        uniform_BG: Tensor,
     ) -> Proposal:
-        """At most so many tokens after each text, one uniform each."""
+        """At most so many tokens after each text, in the target's ids."""
         read = [self.translation.translate(text) for text in texts]
-        for row, (now, before) in enumerate(zip(read, self._read, strict=True)):
-            self.model.forget(row, len(os.path.commonprefix([now, before])))
-        self._read = read
-        found = self.model.draft(read, most, sampling, uniform_BN)
+        for row, (now, before) in enumerate(zip(read, self._read_so_far, strict=True)):
+            self.forget(row, len(os.path.commonprefix([now, before])))
+        self._read_so_far = read
+        found = super().draft(read, most, sampling, uniform_BG)
         ids_BN = self._target_of_V[found.ids_BN.clamp(min=0)]
-        ids_BN = ids_BN.masked_fill(found.ids_BN == NOTHING, NOTHING)
-        laws = found.laws
-        if laws is not None:
-            shared = laws.index_select(-1, self._draft_ids_S)
-            laws = shared.new_zeros(*shared.shape[:-1], self.vocab_size)
-            laws = laws.index_copy_(-1, self._target_ids_S, shared)
-        return Proposal(ids_BN, laws, found.num_steps, self._trees(found.trees))
-
-    def _trees(self, trees: Sequence[Tree] | None) -> list[Tree] | None:
-        if trees is None:
-            return None
-        return [
-            Tree(
-                self._target_of_V[torch.tensor(tree.ids, dtype=torch.long)].tolist(),
-                tree.parents,
-                tree.depths,
-                tree.survivals,
-            )
-            for tree in trees
+        trees = found.trees and [
+            replace(tree, ids=self._target_of_V[torch.tensor(tree.ids, dtype=torch.long)].tolist())
+            for tree in found.trees
         ]
+        return found._replace(
+            ids_BN=ids_BN.masked_fill(found.ids_BN == NOTHING, NOTHING), trees=trees
+        )
+
+    @torch.inference_mode()
+    def laws_along(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+        """The laws at temperature 1 that each token of an answer would be drafted from, given those
+        before it: a line per token over the target's ids, zero where nothing would be drafted.
+        """
+        self.reset(1)
+        self.start([prompt])
+        text = list(prompt)
+        laws_NV = torch.zeros(len(answer), self._size, device=self.engine.device)
+        uniform_11 = torch.full((1, 1), 0.5, device=self.engine.device)
+        for place, token in enumerate(answer):
+            found = self.draft([text], [1], Sampling(1.0), uniform_11)
+            if found.laws is not None:
+                laws_NV[place] = found.laws[0, 0]
+            text.append(token)
+        return laws_NV
+
+    def _spread(self, q_BGH: Tensor) -> Tensor:
+        q = q_BGH.new_zeros(*q_BGH.shape[:-1], self._size)
+        return q.index_copy_(-1, self._target_ids_S, q_BGH)

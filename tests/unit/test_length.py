@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.shards import Row
-from models.calibration import NUM_CANDIDATES, calibrate
+from models.calibration import NUM_CANDIDATES, calibrate, laws_of
 from models.decoding.by_cost import Calibration, CostAware, Curve, Walk
 from models.decoding.length import Look, StopBelow, StopUncertain
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -153,7 +153,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     model = tiny_model()
     choose = random.Random(1)
     rows = [row([choose.randrange(VOCAB_SIZE) for _ in range(40)], model) for _ in range(20)]
-    found = calibrate(model, None, rows)
+    found = calibrate(laws_of(model, None), rows)
     assert found is not None
     assert found.draws(0.5) == pytest.approx(1.0, abs=0.05)
     assert len(found.sample[0]) == NUM_CANDIDATES
@@ -161,10 +161,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     found.write(tmp_path)
     assert Calibration.read(tmp_path) == found
     assert Calibration.read(tmp_path / "elsewhere") is None
-    other = calibrate(tiny_model(seed=5), torch.arange(0, VOCAB_SIZE, 2), rows)
+    other = calibrate(laws_of(tiny_model(seed=5), torch.arange(0, VOCAB_SIZE, 2)), rows)
     assert other is not None
     assert other.hits(0.9) < 0.3
-    assert calibrate(model, None, [row_without_laws(rows[0])]) is None
+    assert calibrate(laws_of(model, None), [row_without_laws(rows[0])]) is None
 
 
 def row_without_laws(known: Row) -> Row:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.length import Rule, StopBelow
 from models.decoding.sampling import Sampling
@@ -29,10 +26,11 @@ from tests.laws import (
     lookup,
 )
 from tests.shapes import Bushy
-from tests.tiny import tiny_tokenizer
+from tests.tiny import other_tokenizer, tiny_tokenizer
 
-# of six ids each, four are the same text
-TARGET_IDS, DRAFT_IDS = torch.tensor([0, 2, 3, 5]), torch.tensor([4, 1, 5, 3])
+# of the target's six ids and the draft's nine, four are the same text
+NUM_DRAFT_IDS = 9
+TARGET_IDS, DRAFT_IDS = torch.tensor([0, 2, 3, 5]), torch.tensor([4, 1, 8, 3])
 
 
 def translate(ids: Sequence[int]) -> list[int]:
@@ -46,8 +44,7 @@ TRANSLATION = Translation(TARGET_IDS, DRAFT_IDS, translate)
 
 
 def drafter_of(engine: object, rule: Rule | None) -> TranslatedDrafter:
-    model = ModelDrafter(engine, vocab_size=VOCAB_SIZE, hot_ids=DRAFT_IDS, rule=rule)  # type: ignore[arg-type]
-    return TranslatedDrafter(model, TRANSLATION, vocab_size=VOCAB_SIZE)
+    return TranslatedDrafter(engine, TRANSLATION, vocab_size=VOCAB_SIZE, rule=rule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,14 +54,16 @@ def drafter_of(engine: object, rule: Rule | None) -> TranslatedDrafter:
         (None, Sampling(0.6, top_k=3)),
         (StopBelow(0.3), Sampling(1.5)),
         (Bushy((2, 2)), Sampling(1.0)),
+        (None, Sampling(1.0, repetition_penalty=1.4, presence_penalty=0.3)),
+        (StopBelow(0.1), Sampling(0.8, frequency_penalty=0.5, min_new_tokens=2)),
     ],
-    ids=["chain", "truncated", "stopping", "tree"],
+    ids=["chain", "truncated", "stopping", "tree", "penalties", "penalties and stopping"],
 )
 def test_the_output_law_is_the_targets(rule: Rule | None, sampling: Sampling) -> None:
     target = lookup(
         tiny_family("llama", vocab_size=VOCAB_SIZE, seed=3, initializer_range=SPREAD), DEPTH
     )
-    model = tiny_family("gpt2", vocab_size=VOCAB_SIZE, seed=2, initializer_range=SPREAD)
+    model = tiny_family("gpt2", vocab_size=NUM_DRAFT_IDS, seed=2, initializer_range=SPREAD)
     narrow_head(model, DRAFT_IDS)
     decoder = Decoder(target, drafter_of(LookupEngine(model), rule), frozenset({2}))
     exact = exact_law(target, sampling, decoder.stop_ids)
@@ -77,7 +76,7 @@ def test_what_is_cached_is_what_would_be_read_afresh(rule: Rule | None) -> None:
     """Real caches, several rows, texts whose beginnings are split anew."""
 
     def engine(num_rows: int) -> Engine:
-        model = tiny_family("llama", vocab_size=VOCAB_SIZE, seed=2)
+        model = tiny_family("llama", vocab_size=NUM_DRAFT_IDS, seed=2)
         narrow_head(model, DRAFT_IDS)
         return Engine(model, num_rows=num_rows, capacity=64, compiled=False)
 
@@ -116,19 +115,25 @@ def test_what_is_cached_is_what_would_be_read_afresh(rule: Rule | None) -> None:
         text = [*text, token]
 
 
-def other_tokenizer() -> PreTrainedTokenizerFast:
-    """Fewer merges, other ids and other names of the special tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<bos>", "<|im_start|>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(textwrap.__file__).read_text(encoding="utf-8")], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+def test_the_laws_along_an_answer_are_those_of_the_text_before_each_token() -> None:
+    model = tiny_family("llama", vocab_size=NUM_DRAFT_IDS, seed=2)
+    prompt, answer = [3, 1, 4], [0, 2, 5, 1, 3, 3, 0, 2]
+    with torch.inference_mode():
+        want = []
+        for place in range(len(answer)):
+            ids = translate([*prompt, *answer[:place]])
+            logits_V = model(torch.tensor([ids])).logits[0, -1]
+            want.append(torch.zeros(VOCAB_SIZE))
+            want[-1][TARGET_IDS] = logits_V[DRAFT_IDS].softmax(-1)
+    narrow_head(model, DRAFT_IDS)
+    engine = Engine(model, num_rows=1, capacity=9, compiled=False)
+    drafter = TranslatedDrafter(engine, TRANSLATION, vocab_size=VOCAB_SIZE)
+    found = drafter.laws_along(prompt, answer)
+    lengths = [len(translate([*prompt, *answer[:place]])) for place in range(len(answer))]
+    assert max(lengths) > 9 > min(lengths)
+    for law, exact, length in zip(found, want, lengths, strict=True):
+        # none where the text has outgrown the draft's context
+        torch.testing.assert_close(law, exact if length < 9 else torch.zeros_like(exact))
 
 
 def test_tokenizers_share_the_tokens_of_the_same_text() -> None:
@@ -150,12 +155,13 @@ def test_tokenizers_share_the_tokens_of_the_same_text() -> None:
 def test_words_of_sentence_pieces_are_found_in_byte_level_vocabularies() -> None:
     pieces = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(
-            models.BPE(vocab={"<unk>": 0, "\u2581the": 1, "the": 2, "ö": 3}, merges=[])
+            models.BPE(vocab={"<unk>": 0, "\u2581the": 1, "the": 2, "ö": 3, "<0x0A>": 4}, merges=[])
         ),
         unk_token="<unk>",
     )
     texts = texts_of(pieces)
     assert texts[b" the"] == 1 and texts[b"the"] == 2 and texts["ö".encode()] == 3
+    assert texts[b"\n"] == 4  # a byte without a piece
     assert b"special <unk>" in texts
 
 
@@ -172,6 +178,4 @@ def test_the_head_must_be_that_of_the_shared_ids() -> None:
         tiny_family("llama", vocab_size=VOCAB_SIZE), num_rows=1, capacity=64, compiled=False
     )
     with pytest.raises(ValueError, match="narrow_head"):
-        TranslatedDrafter(
-            ModelDrafter(engine, vocab_size=VOCAB_SIZE), TRANSLATION, vocab_size=VOCAB_SIZE
-        )
+        TranslatedDrafter(engine, TRANSLATION, vocab_size=VOCAB_SIZE)

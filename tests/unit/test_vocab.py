@@ -43,7 +43,7 @@ def test_swapped_ids_are_refused_with_both_names_and_the_way_out() -> None:
     assert message.startswith("draft.pretrained=owner/small: ")
     assert "owner/large" in message and "2 differ" in message
     assert "'a'" in message or "'b'" in message
-    assert "draft.init=layers" in message
+    assert "draft.init=layers" in message and "draft.vocab=shared" in message
 
 
 def test_the_same_vocabulary_split_another_way_is_refused() -> None:
