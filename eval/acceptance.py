@@ -70,7 +70,7 @@ def overlap(target: PreTrainedModel, q_NV: Tensor, text: Text) -> Overlap:
 def _laws(model: PreTrainedModel, text: Text, sampling: Sampling, side: str) -> Tensor:
     ids = torch.tensor([text.prompt + text.answer[:-1]], device=model.device)
     logits = model(ids, logits_to_keep=len(text.answer), use_cache=False).logits[0]
-    return law(logits, sampling, side=side, first_position=len(text.prompt) - 1)
+    return law(logits, sampling, side=side, at=len(text.prompt) - 1)
 
 
 def mean_overlap(found: Sequence[Overlap], confidence: float) -> Acceptance:

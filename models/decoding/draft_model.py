@@ -170,9 +170,9 @@ class ModelDrafter:
                 logits_B1H = self._penalised(logits_B1H, sampling, texts, drafted)
             at = [length + step - 1 for length in lengths]
             if sampling.temperature == 0:
-                index_B1 = likeliest(logits_B1H, side="draft", first_position=at)
+                index_B1 = likeliest(logits_B1H, side="draft", at=at)
             else:
-                laws.append(law(logits_B1H, sampling, side="draft", first_position=at))
+                laws.append(law(logits_B1H, sampling, side="draft", at=at))
                 index_B1 = draw(laws[-1], uniform_BG[:, step, None])
             ids.append(index_B1 if self.hot_ids is None else self.hot_ids[index_B1])
         ids_BG = torch.cat(ids, 1)
@@ -253,7 +253,11 @@ class ModelDrafter:
         shape: Shape,
     ) -> None:
         """Add the candidates that follow what was fed."""
-        at = [draft.length - 1 for draft in drafts]
+        width = logits_BTH.shape[1]
+        at = [
+            [draft.position(node) for node in [*own, *[ROOT] * (width - len(own))]]
+            for draft, own in zip(drafts, fed, strict=True)
+        ]
         log_q_BTH = logits_BTH.float().log_softmax(-1)
         best_BTK = log_q_BTH.topk(min(shape.most_candidates, log_q_BTH.shape[-1]), -1)
         check_finite(best_BTK.values, "draft", at)

@@ -48,6 +48,10 @@ class Growing:
         """Of a candidate, or of the text itself."""
         return 1.0 if node == ROOT else self.tree.survivals[node]
 
+    def position(self, node: int) -> int:
+        """Where a candidate, or the text's last token, stands."""
+        return self.length + (ROOT if node == ROOT else self.tree.depths[node])
+
     def go_on(self, shape: Shape) -> list[int]:
         """The newest candidates that the draft model reads next."""
         if not self.newest or len(self.tree) >= self.room:

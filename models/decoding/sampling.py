@@ -13,6 +13,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 
+# where T tokens stand in their texts: the first one, for all rows or for each, or every one
+Places = int | Sequence[int] | Sequence[Sequence[int]] | Tensor
+
 
 class NonFiniteLogits(UserError, FloatingPointError):
     """Logits that are no numbers. The message names the side and the position."""
@@ -70,7 +73,7 @@ def law(
     logits_BTV: Tensor,
     sampling: Sampling,
     side: str = "model",
-    first_position: int | Sequence[int] = 0,
+    at: Places = 0,
 ) -> Tensor:
     """The probability law that tokens are drawn from, float32, same shape as the logits.
 
@@ -78,28 +81,25 @@ def law(
     whose mass reaches `top_p`, and to ids of at least `min_p` times the largest probability, and
     renormalised. Temperature 0 gives the one-hot law of the first most likely id. Equal logits at a
     cut are all kept, so the law does not depend on their order. Raises NonFiniteLogits when a logit
-    is NaN, naming the `side` (target or draft) and the position in the text, where the first T is
-    `first_position`, for all rows or for each.
+    is NaN, naming the `side` (target or draft) and the position in the text.
     """
     logits = logits_BTV.float()
     if sampling.temperature == 0:
-        best = likeliest(logits, side, first_position).unsqueeze(-1)
+        best = likeliest(logits, side, at).unsqueeze(-1)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
     probabilities = torch.softmax(logits / sampling.temperature, -1)
-    check_finite(probabilities[..., :1], side, first_position)
+    check_finite(probabilities[..., :1], side, at)
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         return probabilities
     return _truncate(probabilities, sampling)
 
 
-def likeliest(
-    logits_BTV: Tensor, side: str = "model", first_position: int | Sequence[int] = 0
-) -> Tensor:
+def likeliest(logits_BTV: Tensor, side: str = "model", at: Places = 0) -> Tensor:
     """The first most likely ids, shape BT: where `law` at temperature 0 puts its mass. Raises as
     `law` does.
     """
     best = logits_BTV.max(-1)  # NaN is larger than any number
-    check_finite(best.values.unsqueeze(-1), side, first_position)
+    check_finite(best.values.unsqueeze(-1), side, at)
     return best.indices
 
 
@@ -169,20 +169,18 @@ def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
     return truncated / truncated.sum(-1, keepdim=True)
 
 
-def check_finite(values_BTV: Tensor, side: str, first_position: int | Sequence[int] = 0) -> None:
+def check_finite(values_BTV: Tensor, side: str, at: Places = 0) -> None:
     """Raise NonFiniteLogits naming side and position when any value is NaN; one reduction, one
-    sync.
-
-    `first_position` says where in its text the first T stands, for all rows or for each. Without a
-    B there is one row.
+    sync. Without a B there is one row.
     """
     if not bool(values_BTV.isnan().any()):
         return
-    *rows, position, _ = values_BTV.isnan().nonzero()[0].tolist()
+    *rows, place, _ = values_BTV.isnan().nonzero()[0].tolist()
     row = rows[0] if rows else 0
-    first = first_position if isinstance(first_position, int) else first_position[row]
+    own = at if isinstance(at, int) else at[row]
+    position = own + place if isinstance(own, int) else int(own[place])
     raise NonFiniteLogits(
-        f"{side}: logits are NaN at row {row}, position {first + position}. "
+        f"{side}: logits are NaN at row {row}, position {position}. "
         "Check the weights, or load the model in float32."
     )
 

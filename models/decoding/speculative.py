@@ -176,6 +176,8 @@ class Decoder:
     def _row(self, index: int, request: Request, gamma: int) -> Row:
         """A new row. Raises ValueError when it cannot be decoded."""
         prompt, max_new_tokens = request.prompt, request.max_new_tokens
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: use 1 or more.")
         if gamma < 0 or (gamma and self.drafter is None):
             raise ValueError(f"gamma={gamma}: use 0 without a draft and 1 or more with one.")
         if not prompt:
@@ -278,14 +280,14 @@ class Decoder:
         if sampling.looks_back:
             assert branches is None, "penalties are those of one past"
             logits_BTV = self._penalised(rows, ids_BN, logits_BTV, sampling)
-        at = [len(row.tokens) - 1 for row in rows]
+        at = [len(row.tokens) - 1 for row in rows] if branches is None else branches.positions_BT
         if sampling.temperature == 0:
-            likeliest_BT = likeliest(logits_BTV, side="target", first_position=at)
+            likeliest_BT = likeliest(logits_BTV, side="target", at=at)
             if branches is None:
                 return greedy(likeliest_BT, ids_BN)
             lineage_BNN = branches.sees_BTN[:, 1 : 1 + width]
             return greedy(likeliest_BT, ids_BN, branches.parents_BN, lineage_BNN)
-        p = law(logits_BTV, sampling, side="target", first_position=at)
+        p = law(logits_BTV, sampling, side="target", at=at)
         if q is None:
             q = one_hot(ids_BN.clamp(min=0), p.shape[-1]).to(p.dtype)
             q = q.masked_fill((ids_BN == NOTHING).unsqueeze(-1), 0.0)

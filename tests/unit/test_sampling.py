@@ -167,7 +167,7 @@ def test_nan_logits_name_the_side_and_the_position(side: str, temperature: float
     logits = torch.zeros(3, 5, 7)
     logits[1, 4, 6] = torch.nan
     with pytest.raises(NonFiniteLogits, match=f"{side}: logits are NaN at row 1, position 14"):
-        law(logits, Sampling(temperature, top_k=3), side=side, first_position=10)
+        law(logits, Sampling(temperature, top_k=3), side=side, at=10)
     with pytest.raises(NonFiniteLogits, match="row 0, position 4"):  # one text, no batch
         law(logits[1], Sampling(temperature))
 
