@@ -252,6 +252,23 @@ def drafting(gamma: int, *, by_cost: bool) -> str:
 
 
 @dataclass(kw_only=True)
+class Difference:
+    """A prompt whose greedy output with a draft is another than without, from `position` on.
+
+    `gap` is between the target's logits of the two tokens there, both from one call; `spacing` is
+    what neighbouring numbers of their kind differ by, of which rounding moves a logit by a few.
+    """
+
+    category: str
+    prompt: str
+    position: int  # tokens before it in the output
+    autoregressive: str
+    speculative: str
+    gap: float
+    spacing: float
+
+
+@dataclass(kw_only=True)
 class Result:
     """One row: a category (or "all"), a temperature and a way of drafting. Definitions: README,
     section Metrics.
@@ -280,6 +297,7 @@ class Result:
     efficiency: float
     identical_outputs: float | None  # greedy only
     by_cost: bool = False  # drafts of the shape that pays, of at most gamma tokens
+    differences: list[Difference] = field(default_factory=list)  # of outputs, greedy only
 
     @property
     def drafting(self) -> str:

@@ -31,6 +31,7 @@ from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
 from eval.plain import plain_generate
 from eval.speed import ratio_interval
+from eval.ties import tie
 from models.decoding.autoregressive import Generator, Request
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, cache_argument, measure_seconds
@@ -127,8 +128,9 @@ def decode(folder: Path, _outputs: Path) -> Iterator[Row]:
     yield _draft_step(bench)
     yield _block_over_chain(bench)
     yield from _batch(bench)
-    yield _identical(bench, "fixed_width", replace(bench.pair.decoder, fixed_width=1 + BLOCK_GAMMA))
-    yield _identical(bench, "free_width", bench.pair.decoder)
+    fixed = replace(bench.pair.decoder, fixed_width=1 + BLOCK_GAMMA)
+    yield from _identical(bench, "fixed_width", fixed)
+    yield from _identical(bench, "free_width", bench.pair.decoder)
 
 
 def _rates(
@@ -332,8 +334,10 @@ def _block_over_chain(bench: Bench) -> Row:
     return _row("decode.block_vs_chain", found, ">= 1.0")
 
 
-def _identical(bench: Bench, name: str, decoder: Decoder) -> Row:
-    """Share of greedy outputs that are token-identical with and without a draft."""
+def _identical(bench: Bench, name: str, decoder: Decoder) -> Iterator[Row]:
+    """Share of greedy outputs that are token-identical with and without a draft, and the largest
+    gap between two logits where outputs part.
+    """
 
     def output(prompt: Sequence[int], gamma: int) -> list[int]:
         return decoder.decode(
@@ -345,14 +349,21 @@ def _identical(bench: Bench, name: str, decoder: Decoder) -> Row:
         )[0]
 
     prompts = bench.prompts[: 2 * NUM_PROMPTS]
-    same = [output(prompt, BLOCK_GAMMA) == output(prompt, 0) for prompt in prompts]
-    return Row(
-        name=f"decode.identical_{_short(bench.plain.dtype)}.{name}",
-        value=sum(same) / len(same),
+    ties = [
+        tie(decoder.target, prompt, output(prompt, 0), output(prompt, BLOCK_GAMMA))
+        for prompt in prompts
+    ]
+    name = f"decode.identical_{_short(bench.plain.dtype)}.{name}"
+    yield Row(
+        name=name,
+        value=ties.count(None) / len(ties),
         unit="share",
-        to_reach=">= 1.0" if name == "fixed_width" else "",
+        to_reach=">= 1.0" if name.endswith("fixed_width") else "",
         command=COMMAND,
     )
+    gaps = [one.gap for one in ties if one is not None]
+    if gaps:
+        yield Row(name=f"{name}.gap", value=max(gaps), unit="logits", command=COMMAND)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from conf.contracts import Cost, Rates, Result, drafting
+from conf.contracts import Cost, Difference, Rates, Result, drafting
 from conf.groups import EvalConfig
 from conf.schema import Config
 from conf.tracking import Tracker
 from eval.acceptance import Text, mean_overlap
 from eval.pair import ModelPair, Pieces
 from eval.speed import Decoded, Pair, predicted_speedup, speedup, timed
+from eval.ties import tie
 from models.decoding.counts import Counts
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
@@ -86,6 +87,7 @@ def decode_all(
     measured = ways_of(models, settings, cost.c, {int(k): v for k, v in cost.v.items()})
     num_alone = sum(not way.beside_lookup for way in measured)
     pairs: dict[tuple[Setting, str], list[Pair]] = defaultdict(list)
+    unlike: dict[tuple[Setting, int], Pair] = {}
     found = Decodings()
     visits = list(product(settings.temperatures, range(settings.repeats), enumerate(questions)))
     total = len(visits) * (1 + len(measured))
@@ -107,13 +109,36 @@ def decode_all(
                 setting = Setting(way.beside_lookup, temperature, way.gamma, way.by_cost)
                 for category in (ALL, question.category):
                     pairs[setting, category].append(Pair(plain, fast))
+                if temperature == 0 and plain.tokens != fast.tokens:
+                    unlike[setting, number] = Pair(plain, fast)
                 is_shown = repeat == 0 and number % settings.prompts_per_category == 0
                 if is_shown and index == num_alone - 1:
                     found.samples.append(_sample(models, question, fast, setting))
+    differences: dict[tuple[Setting, str], list[Difference]] = defaultdict(list)
+    for (setting, number), pair in unlike.items():
+        for category in (ALL, questions[number].category):
+            differences[setting, category].append(_difference(models, questions[number], pair))
     for (setting, category), those in sorted(pairs.items()):
         rows = found.with_lookup if setting.beside_lookup else found.alone
-        rows.append(_result(category, setting, those, cost, settings.confidence))
+        row = _result(category, setting, those, cost, settings.confidence)
+        rows.append(replace(row, differences=differences[setting, category]))
     return found
+
+
+def _difference(models: ModelPair, question: Question, pair: Pair) -> Difference:
+    plain, fast = pair.autoregressive.tokens, pair.speculative.tokens
+    found = tie(models.decoder.target, question.prompt, plain, fast)
+    assert found is not None
+    ours, theirs = (
+        str(models.target.tokenizer.decode([output[found.position]])) for output in (plain, fast)
+    )
+    return Difference(
+        category=question.category,
+        prompt=question.text,
+        autoregressive=ours,
+        speculative=theirs,
+        **found._asdict(),
+    )
 
 
 def _decode(

@@ -49,6 +49,12 @@ def render_page(report: Report, images: Mapping[str, Path]) -> str:
         pooled=pooled(report.results),
         by_category=by_category(report.results),
         lookup=[*pooled(report.with_lookup), *by_category(report.with_lookup)],
+        differences=[
+            (row.drafting + beside, one)
+            for rows, beside in ((report.results, ""), (report.with_lookup, ", with lookup"))
+            for row in pooled(rows)
+            for one in row.differences
+        ],
         is_best=lambda row: is_best(report, row),
         reason=reason(report),
         best_by_temperature=best_by_temperature(report),

@@ -41,7 +41,9 @@ def _interval(row: Result) -> str:
 def _identical(row: Result) -> str:
     if row.identical_outputs is None:
         return "n/a"
-    return f"{round(row.identical_outputs * row.num_prompts)}/{row.num_prompts}"
+    share = f"{round(row.identical_outputs * row.num_prompts)}/{row.num_prompts}"
+    gaps = [one.gap for one in row.differences]
+    return f"{share} (gap {max(gaps):.2g})" if gaps else share
 
 
 COLUMNS = (
@@ -122,7 +124,8 @@ COLUMNS = (
         "identical",
         "identical_outputs",
         "Greedy only: prompts whose answer is token for token that of plain decoding / prompts. In "
-        "bfloat16 near ties can fall either way; see the section on identical outputs.",
+        "bfloat16 near ties can fall either way: the gap is the largest one between the target's "
+        "logits of the two tokens where outputs part; see the section on identical outputs.",
         _identical,
     ),
     Column(
