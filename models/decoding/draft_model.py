@@ -153,28 +153,32 @@ class ModelDrafter:
     ) -> Proposal:
         """Chains of constant length, without a look at what is drafted."""
         gamma = max(most)
-        lengths = [len(text) for text in texts]
-        longest = max(lengths)
+        longest = max(map(len, texts))
+        last = self.engine.capacity - 1
+        lengths_B1 = torch.tensor([[len(text)] for text in texts], device=self.engine.device)
         ids: list[Tensor] = []
         laws: list[Tensor] = []
+        seen: list[Tensor] = []  # a number of each law, NaN where it is
         for step in range(gamma):
             if step:
                 # rows that draft less have nothing to lose at the end of the cache
-                last = self.engine.capacity - 1
-                places = [[min(length + step - 1, last)] for length in lengths]
-                places_B1 = torch.tensor(places, device=self.engine.device)
+                places_B1 = (lengths_B1 + (step - 1)).clamp(max=last)
                 reached = min(longest + step, last + 1)
                 logits_B1H = self._logits(ids[-1], places_B1, longest=reached, last_only=True)
             if sampling.looks_back:
                 drafted = torch.cat(ids, 1) if ids else self._nothing.expand(len(texts), 0)
                 logits_B1H = self._penalised(logits_B1H, sampling, texts, drafted)
-            at = [length + step - 1 for length in lengths]
             if sampling.temperature == 0:
-                index_B1 = likeliest(logits_B1H, side="draft", at=at)
+                index_B1 = likeliest(logits_B1H, side=None)
+                seen.append(logits_B1H.gather(-1, index_B1.unsqueeze(-1)))
             else:
-                laws.append(law(logits_B1H, sampling, side="draft", at=at))
-                index_B1 = draw(laws[-1], uniform_BG[:, step, None])
+                q_B1H = law(logits_B1H, sampling, side=None)
+                laws.append(q_B1H)
+                seen.append(q_B1H[..., :1])
+                # where the law is NaN any index may be drawn
+                index_B1 = draw(q_B1H, uniform_BG[:, step, None]).clamp(max=q_B1H.shape[-1] - 1)
             ids.append(index_B1 if self.hot_ids is None else self.hot_ids[index_B1])
+        check_finite(torch.cat(seen, 1), "draft", [len(text) - 1 for text in texts])
         ids_BG = torch.cat(ids, 1)
         for row, held in enumerate(self._rows):
             held.drafted = ids_BG[row, : max(0, most[row] - 1)]

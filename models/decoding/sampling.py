@@ -72,7 +72,7 @@ class Sampling:
 def law(
     logits_BTV: Tensor,
     sampling: Sampling,
-    side: str = "model",
+    side: str | None = "model",
     at: Places = 0,
 ) -> Tensor:
     """The probability law that tokens are drawn from, float32, same shape as the logits.
@@ -81,7 +81,8 @@ def law(
     whose mass reaches `top_p`, and to ids of at least `min_p` times the largest probability, and
     renormalised. Temperature 0 gives the one-hot law of the first most likely id. Equal logits at a
     cut are all kept, so the law does not depend on their order. Raises NonFiniteLogits when a logit
-    is NaN, naming the `side` (target or draft) and the position in the text.
+    is NaN, naming the `side` (target or draft) and the position in the text; without a `side` the
+    law is then NaN, for the caller to check, and nothing waits for a device.
     """
     logits = logits_BTV.float()
     if sampling.temperature == 0:
@@ -94,9 +95,9 @@ def law(
     return _truncate(probabilities, sampling)
 
 
-def likeliest(logits_BTV: Tensor, side: str = "model", at: Places = 0) -> Tensor:
+def likeliest(logits_BTV: Tensor, side: str | None = "model", at: Places = 0) -> Tensor:
     """The first most likely ids, shape BT: where `law` at temperature 0 puts its mass. Raises as
-    `law` does.
+    `law` does; without a `side` it is the id of a NaN, where there is one.
     """
     best = logits_BTV.max(-1)  # NaN is larger than any number
     check_finite(best.values.unsqueeze(-1), side, at)
@@ -169,11 +170,11 @@ def _truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
     return truncated / truncated.sum(-1, keepdim=True)
 
 
-def check_finite(values_BTV: Tensor, side: str, at: Places = 0) -> None:
+def check_finite(values_BTV: Tensor, side: str | None, at: Places = 0) -> None:
     """Raise NonFiniteLogits naming side and position when any value is NaN; one reduction, one
-    sync. Without a B there is one row.
+    sync; without a side neither. Without a B there is one row.
     """
-    if not bool(values_BTV.isnan().any()):
+    if side is None or not bool(values_BTV.isnan().any()):
         return
     *rows, place, _ = values_BTV.isnan().nonzero()[0].tolist()
     row = rows[0] if rows else 0
