@@ -236,15 +236,19 @@ class ModelDrafter:
             [draft.tree.ids[n] for n in nodes] + [text[-1]] * (width - len(nodes))
             for draft, nodes, text in zip(drafts, fed, texts, strict=True)
         ]
-        trees, lengths = [d.tree for d in drafts], [d.length for d in drafts]
-        branches = Branches.of(trees, lengths, fed, self.engine.device)
+        device, branches = self.engine.device, None
+        if is_chain:  # whose tokens stand where their positions say
+            positions_BT = torch.tensor(_positions(drafts, fed, width), device=device)
+        else:
+            trees, lengths = [d.tree for d in drafts], [d.length for d in drafts]
+            branches = Branches.of(trees, lengths, fed, device)
+            positions_BT = branches.positions_BT
         return self._logits(
-            torch.tensor(ids, device=self.engine.device),
-            branches.positions_BT,
+            torch.tensor(ids, device=device),
+            positions_BT,
             longest=max(d.length + len(d.tree) for d in drafts),
             last_only=width == 1,
-            # a chain's tokens stand where their positions say
-            branches=None if is_chain else branches,
+            branches=branches,
         )
 
     def _grow(
@@ -257,34 +261,28 @@ class ModelDrafter:
         shape: Shape,
     ) -> None:
         """Add the candidates that follow what was fed."""
-        width = logits_BTH.shape[1]
-        at = [
-            [draft.position(node) for node in [*own, *[ROOT] * (width - len(own))]]
-            for draft, own in zip(drafts, fed, strict=True)
-        ]
         log_q_BTH = logits_BTH.float().log_softmax(-1)
         best_BTK = log_q_BTH.topk(min(shape.most_candidates, log_q_BTH.shape[-1]), -1)
-        check_finite(best_BTK.values, "draft", at)
         entropy_BT = torch.zeros_like(best_BTK.values[..., 0])
         if shape.sees_entropy:
             entropy_BT = -(log_q_BTH.exp() * log_q_BTH).nansum(-1)  # 0 log 0 = 0
         is_sampled = sampling.temperature > 0
-        q_BTH = law(logits_BTH, sampling) if is_sampled else None
-        seen = zip(
-            best_BTK.values.exp().tolist(),
-            best_BTK.indices.tolist(),
-            entropy_BT.tolist(),
-            strict=True,
-        )
-        for row, (draft, (largest_TK, ids_TK, entropy_T)) in enumerate(
-            zip(drafts, seen, strict=True)
-        ):
+        q_BTH = law(logits_BTH, sampling, side=None) if is_sampled else None
+        # all that the host looks at in one copy; float32 holds every id
+        largest_BTK = best_BTK.values.exp()
+        parts = (largest_BTK, best_BTK.indices.to(largest_BTK), entropy_BT.unsqueeze(-1))
+        seen_BTX = torch.cat(parts, -1).cpu()
+        check_finite(seen_BTX, "draft", _positions(drafts, fed, seen_BTX.shape[1]))
+        num_largest = largest_BTK.shape[-1]
+        for row, (draft, seen_TX) in enumerate(zip(drafts, seen_BTX.tolist(), strict=True)):
             draft.newest = []
             for place, parent in enumerate(fed[row]):
-                confidences = shape.confidences(Look(largest_TK[place], entropy_T[place]))
+                *numbers, entropy = seen_TX[place]
+                largest, ids = numbers[:num_largest], numbers[num_largest:]
+                confidences = shape.confidences(Look(largest, entropy))
                 survival = draft.survival(parent)
                 num = shape.num_candidates(confidences, survival, len(draft.tree))
-                chosen = ids_TK[place][: min(num, draft.room - len(draft.tree))]
+                chosen = [*map(int, ids[: min(num, draft.room - len(draft.tree))])]
                 if q_BTH is not None and chosen:
                     uniform_G = uniform_BG[row, len(draft.tree) :]
                     chosen = drawn_apart(q_BTH[row, place], uniform_G[: len(chosen)])
@@ -340,3 +338,13 @@ class ModelDrafter:
             return torch.nn.functional.pad(q_BGH, (0, self.vocab_size - q_BGH.shape[-1]))
         q = q_BGH.new_zeros(*q_BGH.shape[:-1], self.vocab_size)
         return q.index_copy_(-1, self.hot_ids, q_BGH)
+
+
+def _positions(
+    drafts: Sequence[Growing], fed: Sequence[Sequence[int]], width: int
+) -> list[list[int]]:
+    """Where fed candidates stand; rows that feed fewer, feed their text's last token again."""
+    return [
+        [draft.position(node) for node in [*own, *[ROOT] * (width - len(own))]]
+        for draft, own in zip(drafts, fed, strict=True)
+    ]

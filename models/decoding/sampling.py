@@ -132,16 +132,20 @@ def penalise(
     """
     device, num_positions = logits_1TV.device, logits_1TV.shape[1]
 
+    # not bincount or one_hot, which read their largest id back from a device
     def counted(ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.long, device=device).bincount(minlength=vocab_size)
+        ids_N = torch.tensor(ids, dtype=torch.long, device=device)
+        return torch.zeros_like(every_V).index_add_(0, ids_N, torch.ones_like(ids_N))
 
-    drafted_GV = torch.nn.functional.one_hot(drafted_1G[0], vocab_size)
+    every_V = torch.arange(vocab_size, device=device)
+    drafted_GV = (drafted_1G[0].unsqueeze(-1) == every_V).long()
     counts_TV = torch.cat([counted(text[num_prompt:]).unsqueeze(0), drafted_GV]).cumsum(0)
     counts_TV = counts_TV[-num_positions:]
     seen_TV = (counts_TV > 0) | (counted(text[:num_prompt]) > 0)
     num_new_T = len(text) - num_prompt + torch.arange(len(drafted_GV) + 1, device=device)
     stops_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    stops_V[list(stop_ids)] = True
+    if sampling.min_new_tokens:
+        stops_V[list(stop_ids)] = True
     barred_TV = stops_V & (num_new_T[-num_positions:, None] < sampling.min_new_tokens)
     if ids_V is not None:
         counts_TV, seen_TV, barred_TV = (
