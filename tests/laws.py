@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from scipy.stats import chisquare
@@ -51,6 +52,17 @@ PROMPT = (3, 1)
 NUM_CHECKED = 3  # tokens whose joint law is compared
 DEPTH = 4  # continuations of the prompt that are computed beforehand
 SPREAD = 0.25  # of the weights: every token is likely somewhere, and the two models disagree
+
+
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "top_k+top_p+min_p": {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+}
+TEMPERATURES = [0.6, 1.0, 1.5]
+GAMMAS = [1, 2, 4]
+HOT_IDS = torch.tensor([4, 0, 3, 1])  # neither in order nor without gaps
 
 
 class LookupEngine:

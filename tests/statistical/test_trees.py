@@ -19,6 +19,7 @@ from models.decoding.speculative import Decoder
 from tests.families import tiny_family
 from tests.laws import (
     DEPTH,
+    HOT_IDS,
     SIGNIFICANCE,
     SPREAD,
     VOCAB_SIZE,
@@ -33,7 +34,6 @@ from tests.shapes import Bushy
 NUM_ROUNDS = 60_000
 # two candidates after the text, two after the first of them, one after the second
 PARENTS = (-1, -1, 0, 0, 1)
-HOT_IDS = torch.tensor([4, 0, 3, 1])
 
 
 def sampled_round(

@@ -1,133 +1,42 @@
-"""Drafts made from a target's layers: the right weights, the closed-form start, the export."""
+"""Drafts made from a target's layers or a small model: the right weights, the right ids."""
 
 # N supervised positions, D hidden dimension, V vocabulary
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 
 from conf.choices import LayerRule
-from conf.errors import ConfigError
 from conf.groups import DraftConfig
-from data.batches import Batch, collate
+from data.batches import collate
 from models.decoding.engine import decoder_layers
 from models.draft import (
     DraftModel,
     choose_layers,
-    final_norm,
     fit_vocabulary,
     from_layers,
-    neutralise,
     rank_vocabulary,
-    read_hot_ids,
-    warm_start,
 )
-from models.packed import hidden_states, pack_attention
+from tests.drafts import (
+    FAMILIES,
+    NUM_LAYERS,
+    build,
+    logits_of,
+    plain_logits,
+    some_batch,
+)
 from tests.lessons import made_up_row
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
-NUM_LAYERS = 5
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
-
-
-def gemma3() -> PreTrainedModel:
-    """Windows of 4 tokens in three of five layers, norms that multiply by 1 + w, tied."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"] * 2
-    config = Gemma3TextConfig(
-        **SHAPE,
-        head_dim=8,
-        sliding_window=4,
-        layer_types=kinds[:NUM_LAYERS],
-        query_pre_attn_scalar=8,
-    )
-    return Gemma3ForCausalLM(config)
-
-
-def gpt2() -> PreTrainedModel:
-    """Learned positions, layer norms with biases, tied; it has dropout in training."""
-    names = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3}
-    shape = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 128}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **shape, **names))
-
-
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: tiny_model(NUM_LAYERS, initializer_range=0.3),
-    "llama tied": lambda: tiny_model(NUM_LAYERS, initializer_range=0.3, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SHAPE, no_rope_layers=[1, 1, 0, 0, 1])),
-    "gemma3": gemma3,
-    "gpt2": gpt2,
-}
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def build(family: str) -> PreTrainedModel:
-    """A random model with no weight at a special value: a copy that was forgotten must show."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = FAMILIES[family]().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model
-
-
-def some_batch(num_rows: int = 3) -> Batch:
-    return collate([made_up_row(i, 3 + i % 5, 12 + i % 7) for i in range(num_rows)])
-
-
-def logits_of(draft: DraftModel, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        return draft(batch)[0] @ draft.head.T
-
-
-def plain_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Each answer by itself through the plain model."""
-    with torch.no_grad():
-        return torch.cat(
-            [
-                model(input_ids=batch.tokens_T[batch.segments_T == number].unsqueeze(0)).logits[0]
-                for number in range(len(batch.rows))
-            ]
-        )
-
-
-# ---------------------------------------------------------------- layers
 
 
 @families
@@ -209,147 +118,6 @@ def test_every_rule_gives_as_many_layers_as_asked_for(rule: LayerRule, size: int
 def test_named_layers_win_over_the_rule() -> None:
     config = DraftConfig(layer_rule=LayerRule.ends, num_layers=9, layers=[7, 2, 4])
     assert choose_layers(config, 30) == [2, 4, 7]
-
-
-# ---------------------------------------------------------------- warm start
-
-
-@families
-def test_the_final_normalisation_is_found_and_neutralised(family: str) -> None:
-    target = build(family)
-    norm = final_norm(target.base_model)
-    assert norm is (target.transformer.ln_f if family == "gpt2" else target.model.norm)
-    neutralise(norm)
-    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)) * 7
-    if family == "gpt2":
-        x = x - x.mean(-1, keepdim=True)
-    with torch.no_grad():
-        torch.testing.assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt())
-
-
-def test_a_model_without_a_final_normalisation_says_how_to_go_on() -> None:
-    with pytest.raises(ConfigError, match="draft.warm_start=false"):
-        final_norm(torch.nn.Sequential(torch.nn.Embedding(3, 3), torch.nn.Linear(3, 3)))
-
-
-def read_by_head(target: PreTrainedModel, batch: Batch) -> Tensor:
-    """What the target's head reads at the supervised positions, ND."""
-    with torch.no_grad():
-        pack_attention(target)
-        return hidden_states(target, batch)[0, batch.supervised_N]
-
-
-@pytest.mark.parametrize("ridge", [1e-3, 0.5])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_warm_start_is_the_ridge_regression(family: str, ridge: float) -> None:
-    """Against numpy's least squares on the design with sqrt(lambda) I stacked below it."""
-    target = build(family)
-    batches = [some_batch(4), collate([made_up_row(100 + i, 4, 15) for i in range(5)])]
-    draft = DraftModel(from_layers(target, [0, 1]).eval())
-    count = warm_start(draft, [(b, read_by_head(target, b)) for b in batches], ridge)
-    assert count == sum(b.num_supervised for b in batches)
-
-    plain = DraftModel(from_layers(target, [0, 1]).eval())
-    neutralise(final_norm(plain.body))
-    x = torch.cat([read_by_head(plain.full[0], b) for b in batches]).double().numpy()
-    y = torch.cat([read_by_head(target, b) for b in batches]).double().numpy()
-    penalty = ridge * np.mean(np.sum(x * x, axis=0))
-    stacked = np.vstack([x, np.sqrt(penalty) * np.eye(32)])
-    expected = np.linalg.lstsq(stacked, np.vstack([y, np.zeros((32, 32))]), rcond=None)[0]
-    found = draft.map.weight.detach().double().numpy()
-    np.testing.assert_allclose(found, expected.T, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("family", ["llama tied", "qwen2", "smollm3", "gemma3"])
-def test_warm_start_of_the_whole_target_is_the_target(family: str) -> None:
-    target = build(family)
-    train = collate([made_up_row(i, 3, 20) for i in range(20)])
-    draft = DraftModel(from_layers(target, range(NUM_LAYERS)).eval())
-    warm_start(draft, [(train, read_by_head(target, train))], ridge=1e-8)
-    # the map only puts back the norm's own scale
-    scale = draft.map.weight.detach()
-    own = final_norm(target.base_model).weight.detach() + (1.0 if family == "gemma3" else 0.0)
-    torch.testing.assert_close(scale, torch.diag(own), rtol=1e-3, atol=1e-3)
-    held_out = some_batch()
-    overlap = torch.minimum(
-        logits_of(draft, held_out).softmax(-1), plain_logits(target, held_out).softmax(-1)
-    ).sum(-1)
-    assert float(overlap.min()) > 0.999
-
-
-def test_warm_start_beats_copied_layers() -> None:
-    target = build("llama tied")
-    train, held_out = collate([made_up_row(i, 3, 20) for i in range(30)]), some_batch(8)
-    law = plain_logits(target, held_out).softmax(-1)
-    draft = DraftModel(from_layers(target, [0, 1]).eval())
-    overlaps = []
-    for _ in range(2):
-        mine = logits_of(draft, held_out).softmax(-1)
-        overlaps.append(float(torch.minimum(law, mine).sum(-1).mean()))
-        warm_start(draft, [(train, read_by_head(target, train))], ridge=1e-3)
-    assert overlaps[1] > overlaps[0] + 0.05
-
-
-def test_warm_start_without_hidden_states_says_what_to_set() -> None:
-    draft = DraftModel(tiny_model(1))
-    with pytest.raises(ConfigError, match="generate.warm_start_tokens above 0"):
-        warm_start(draft, [], ridge=1e-3)
-
-
-# ---------------------------------------------------------------- export
-
-
-def trained(family: str) -> DraftModel:
-    """A draft whose map and weights are nothing special."""
-    draft = DraftModel(from_layers(build(family), [0, 2]).eval())
-    rng = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        draft.map.weight.add_(torch.randn(draft.map.weight.shape, generator=rng) * 0.1)
-        for parameter in draft.body.parameters():
-            parameter.mul_(1.01)
-    return draft
-
-
-@families
-def test_export_is_the_trained_draft_for_anybody(family: str, tmp_path: Path) -> None:
-    draft, batch = trained(family), some_batch()
-    draft.export(tmp_path, tiny_tokenizer(), torch.float32, None)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(
-        plain_logits(plain, batch), logits_of(draft, batch), rtol=1e-4, atol=1e-4
-    )
-    assert plain.config.tie_word_embeddings is False
-    assert plain.get_input_embeddings().weight is not plain.get_output_embeddings().weight
-    assert plain.config.vocab_size == len(plain.get_output_embeddings().weight) == VOCAB_SIZE
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tiny_tokenizer().get_vocab()
-    assert read_hot_ids(tmp_path) is None
-
-
-def test_export_in_bfloat16_says_so(tmp_path: Path) -> None:
-    trained("llama").export(tmp_path, tiny_tokenizer(), torch.bfloat16, None)
-    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype is torch.bfloat16
-
-
-def test_hot_ids_come_back(tmp_path: Path) -> None:
-    hot = torch.tensor([0, 2, 77, VOCAB_SIZE - 1])
-    trained("llama").export(tmp_path, tiny_tokenizer(), torch.float32, hot)
-    found = read_hot_ids(tmp_path)
-    assert found is not None and torch.equal(found, hot)
-    written = json.loads((tmp_path / "hot_vocab.json").read_text("utf-8"))
-    assert written["vocab_size"] == VOCAB_SIZE
-
-
-def test_export_leaves_a_targets_sampling_settings_out(tmp_path: Path) -> None:
-    """Published settings such as a temperature without do_sample do not even save."""
-    target = tiny_model(2)
-    target.generation_config = GenerationConfig(
-        eos_token_id=[2, 0], bos_token_id=1, pad_token_id=2, temperature=0.6
-    )
-    draft = DraftModel(from_layers(target, [0]))
-    draft.export(tmp_path, tiny_tokenizer(), torch.float32, None)
-    written = GenerationConfig.from_pretrained(tmp_path)
-    assert (written.eos_token_id, written.temperature) == ([2, 0], None)
 
 
 # ---------------------------------------------------------------- vocabulary
