@@ -27,6 +27,7 @@ from conf.errors import UserError
 from models.decoding.cache import RaggedCache
 from models.decoding.compiled import Compiled, has_compiler
 from models.decoding.kernels import can_attend, has_kernels
+from models.decoding.native import NativeSteps
 from models.decoding.tree import Branches
 
 ATTENTION = "draftsmith_ragged"
@@ -135,13 +136,15 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):
         _prepare(model)
-        if model.device.type == "cpu":
-            has_kernels()  # before the first step, which may be compiled
         self.model = model.eval()
         self.device = model.device
         # code compiled for its tensors is for tensors of this mode, in which all calls run
         with torch.inference_mode():
             self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
+        self._native = None
+        if model.device.type == "cpu":
+            has_kernels()  # before the first step, which may be compiled
+            self._native = NativeSteps.of(model, capacity)
         self.compiled = compiled and (model.device.type != "cpu" or has_compiler())
         # a shallow model is compiled whole: what surrounds its few layers would cost as much as
         # they do
@@ -192,15 +195,20 @@ class Engine:
         positions_BT = positions_BT.clone()
         self.cache.place(rows_B, slots_BT, longest, fresh, num_shared)
         read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
+        mask = self._mask(positions_BT, read, branches)
+        num_rows, width = tokens_BT.shape
+        if self._native is not None and not fresh and self._native.takes(tokens_BT):
+            assert isinstance(mask, Tensor)
+            only_U = self._slots_S[width - 1 : width] if last_only else only_T
+            return self._native.run(tokens_BT, positions_BT, slots_BT, mask, self.cache, only_U)
         given = {
             "input_ids": tokens_BT,
             "position_ids": positions_BT,
-            "attention_mask": self._mask(positions_BT, read, branches),
+            "attention_mask": mask,
             "use_cache": True,
             "logits_to_keep": int(last_only) if only_T is None else only_T,
             self._cache_key: self.cache,
         }
-        num_rows, width = tokens_BT.shape
         # reading few tokens at once is soon over: compiling it would not pay
         is_small = fresh and (num_rows == 1 or width <= FEW_QUERIES)
         self.cache.compiled = self._code if self.compiled and not is_small else None

@@ -162,8 +162,8 @@ def test_a_model_with_the_kernels_gives_the_logits_of_the_plain_one(family: str)
 )
 def test_compiled_steps_with_the_kernels_are_right(num_layers: int, dtype: torch.dtype) -> None:
     settings = {"num_hidden_layers": num_layers, "initializer_range": 0.1, "hidden_size": 128}
-    settings |= {"head_dim": 32, "intermediate_size": 192}
-    plain, fast = (tiny_family("llama", **settings).to(dtype) for _ in range(2))
+    settings |= {"intermediate_size": 192}  # and heads of 32 features
+    plain, fast = (tiny_family("phi3", **settings).to(dtype) for _ in range(2))
     assert use_kernel(fast)
     text = list(range(3, 33))
     engine = Engine(fast, num_rows=1, capacity=64, compiled=True)

@@ -1,174 +1,41 @@
-// Attention of a few queries over the keys and values of a cache whose rows have their own lengths.
-//
-// A row reads as far as its mask goes, not as far as the longest row of the batch. The query heads that share a
-// key-value head are taken together, so keys and values are read once for all of them.
+// Attention of a few queries over a ragged cache, as an operator of torch.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <limits>
-#include <vector>
-
-#include "lanes.h"
+#include "attention.h"
 
 namespace draftsmith {
 namespace {
 
-constexpr int kQueries = 4;  // taken together
-
-// exp(x) for x <= 0, and 0 far below. Degree 6 on |r| <= ln 2 / 2 after x = n ln 2 + r: 2 units in the last place.
-inline Floats exponential(Floats x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the last bits
-  const Floats least = Floats{} - 87.0f;
-  const Floats bounded = x < least ? least : x;
-  const Floats shifted = bounded * 1.44269504f + kRound;
-  const Floats n = shifted - kRound;
-  const Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats y = Floats{} + 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const Floats powered = as<Floats>(as<Words>(y) + (as<Words>(shifted) << 23));
-  return x < least ? Floats{} : powered;
-}
-
-// A few queries of one row that share a key-value head, over the keys `begin` to `end`.
-template <class Kind>
-struct Head {
-  using Element = typename Kind::Element;
-  const float* q;  // queries x size, reordered and scaled
-  const Element* k;
-  const Element* v;
-  int64_t k_step, v_step, begin, end, size;
-
-  // scores[key - begin], for every query one `step` further
-  template <int M>
-  void score(float* scores, int64_t step) const {
-    int64_t key = begin;
-    for (; key + 4 <= end; key += 4)
-      products<Kind, M, 4>(q, k + key * k_step, k_step, 4, size, scores + key - begin, step);
-    for (; key < end; key++)
-      products<Kind, M, 1>(q, k + key * k_step, k_step, 1, size, scores + key - begin, step);
-  }
-
-  // sums[m * size + d] of weights times values; C words of values at once
-  template <int M, int C>
-  void sum_values(const float* weights, int64_t step, float* sums) const {
-    constexpr int P = Kind::kParts;
-    for (int64_t d = 0; d < size; d += kLanes * P * C) {
-      Floats found[M][C][P] = {};
-      for (int64_t key = begin; key < end; key++)
-        for (int c = 0; c < C; c++) {
-          const Words words = load<Words>(v + key * v_step + d + c * kLanes * P);
-          for (int m = 0; m < M; m++)
-            for (int p = 0; p < P; p++) found[m][c][p] += Kind::part(words, p) * weights[m * step + key - begin];
-        }
-      for (int m = 0; m < M; m++)
-        for (int c = 0; c < C; c++)
-          for (int p = 0; p < P; p++)
-            for (int lane = 0; lane < kLanes; lane++)
-              sums[m * size + d + (c * kLanes + lane) * P + p] = found[m][c][p][lane];
-    }
-  }
-
-  template <int M>
-  void attend(const bool* const* masks, float* scores, int64_t step, float* sums) const {
-    constexpr int C = 4 / Kind::kParts;
-    score<M>(scores, step);
-    float scale[M];
-    for (int m = 0; m < M; m++) scale[m] = soften(scores + m * step, masks[m]);
-    if (size % (kLanes * 4) == 0) sum_values<M, C>(scores, step, sums);
-    else sum_values<M, 1>(scores, step, sums);
-    for (int m = 0; m < M; m++)
-      for (int64_t d = 0; d < size; d++) sums[m * size + d] *= scale[m];
-  }
-
-  // Scores become weights; returns what they have to be multiplied by to sum to 1.
-  float soften(float* scores, const bool* mask) const {
-    const int64_t num = end - begin, padded = (num + kLanes - 1) / kLanes * kLanes;
-    for (int64_t i = 0; i < num; i++) scores[i] = mask[begin + i] ? scores[i] : -std::numeric_limits<float>::infinity();
-    std::fill(scores + num, scores + padded, -std::numeric_limits<float>::infinity());
-    Floats largest = load<Floats>(scores);
-    for (int64_t i = kLanes; i < padded; i += kLanes) {
-      const Floats next = load<Floats>(scores + i);
-      largest = next > largest ? next : largest;
-    }
-    float most = largest[0];
-    for (int lane = 1; lane < kLanes; lane++) most = std::max(most, largest[lane]);
-    Floats sum = {};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      const Floats weights = exponential(load<Floats>(scores + i) - most);
-      std::memcpy(scores + i, &weights, sizeof weights);
-      sum += weights;
-    }
-    float total = 0;
-    for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
-    return 1 / total;
-  }
-};
-
-// q (B H T D), k and v (B K S D), mask (B or 1, 1, T S), all in one type; the result is B T H D.
 template <class Kind, class T>
 void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scaling,
          at::Tensor& out) {
-  const int64_t num_rows = q.size(0), num_heads = q.size(1), num_queries = q.size(2), size = q.size(3);
-  const int64_t num_shared = k.size(1), num_groups = num_heads / num_shared, length = k.size(2);
-  const int64_t step = (length + kLanes - 1) / kLanes * kLanes;
-  const auto* queries = static_cast<const T*>(q.const_data_ptr());
-  const auto* keys = static_cast<const T*>(k.const_data_ptr());
-  const auto* values = static_cast<const T*>(v.const_data_ptr());
-  const auto* admitted = mask.const_data_ptr<bool>();
-  auto* results = static_cast<T*>(out.mutable_data_ptr());
-  const int64_t mask_row = mask.size(0) == 1 ? 0 : mask.stride(0);
-  const int64_t num = num_groups * num_queries;  // queries of a key-value head, those of a query head together
-  const int64_t num_parts = (num + kQueries - 1) / kQueries;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t task = 0; task < num_rows * num_shared * num_parts; task++) {
-    const int64_t row = task / num_parts / num_shared, shared = task / num_parts % num_shared;
-    const int64_t start = task % num_parts * kQueries, together = std::min<int64_t>(kQueries, num - start);
-    const bool* masks[kQueries];
-    int64_t begin = length, end = 0;
-    thread_local std::vector<float> memory;
-    memory.resize(kQueries * (step + 2 * size));
-    float* scores = memory.data();
-    float* sums = scores + kQueries * step;
-    float* ordered = sums + kQueries * size;
-    for (int64_t m = 0; m < together; m++) {
-      const int64_t head = shared * num_groups + (start + m) / num_queries, t = (start + m) % num_queries;
-      masks[m] = admitted + row * mask_row + t * mask.stride(2);
-      int64_t first = 0, last = length;
-      while (first < begin && !masks[m][first]) first++;
-      while (last > end && !masks[m][last - 1]) last--;
-      begin = std::min(begin, first);
-      end = std::max(end, last);
-      reorder<Kind>(queries + row * q.stride(0) + head * q.stride(1) + t * q.stride(2), size,
-                    static_cast<float>(scaling), ordered + m * size);
-    }
-    begin = begin / kLanes * kLanes;  // a query's sums then have one order whatever its neighbours see
-    const Head<Kind> head{ordered,     keys + row * k.stride(0) + shared * k.stride(1),
-                          values + row * v.stride(0) + shared * v.stride(1),
-                          k.stride(2), v.stride(2), begin, end, size};
-    if (end <= begin) std::fill(sums, sums + together * size, 0.0f);  // a place of the batch that nobody has taken
-    else if (together == 4) head.template attend<4>(masks, scores, step, sums);
-    else if (together == 3) head.template attend<3>(masks, scores, step, sums);
-    else if (together == 2) head.template attend<2>(masks, scores, step, sums);
-    else head.template attend<1>(masks, scores, step, sums);
-    for (int64_t m = 0; m < together; m++) {
-      const int64_t group = (start + m) / num_queries, t = (start + m) % num_queries;
-      T* to = results + ((row * num_queries + t) * num_heads + shared * num_groups + group) * size;
-      for (int64_t d = 0; d < size; d++) narrow(sums[m * size + d], to + d);
-    }
-  }
+  const auto past = [](const at::Tensor& x) -> typename Attention<Kind, T>::Past {
+    return {static_cast<const typename Kind::Element*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
+  };
+  const Attention<Kind, T> attention{
+      .q = {static_cast<const T*>(q.const_data_ptr()), q.stride(0), q.stride(1), q.stride(2)},
+      .k = past(k),
+      .v = past(v),
+      .mask = {mask.const_data_ptr<bool>(), mask.size(0) == 1 ? 0 : mask.stride(0), mask.stride(2)},
+      .out = static_cast<T*>(out.mutable_data_ptr()),
+      .num_rows = q.size(0),
+      .num_heads = q.size(1),
+      .num_queries = q.size(2),
+      .num_shared = k.size(1),
+      .length = k.size(2),
+      .size = q.size(3),
+      .scaling = static_cast<float>(scaling)};
+#pragma omp parallel
+  attention.run();
 }
 
 // Lines that are read as vectors lie together.
 at::Tensor dense(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
+// All of one type.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask,
                      double scaling) {
   at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());

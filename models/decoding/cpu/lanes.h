@@ -2,8 +2,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace draftsmith {
@@ -55,6 +58,29 @@ struct Int8 {
   static Floats part(Words words, int k) {
     return __builtin_convertvector(as<Integers>(words << (24 - 8 * k)) >> 24, Floats);
   }
+};
+
+// Memory for floats that starts with a line of the cache: vectors across two lines take twice as long to read, which
+// halves the speed of sums of products.
+class Buffer {
+ public:
+  // Room for at least so many; what was there is lost when it grows.
+  float* get(int64_t size) {
+    if (size > size_) {
+      const int64_t lines = (size * sizeof(float) + kLine - 1) / kLine;
+      memory_.reset(static_cast<float*>(std::aligned_alloc(kLine, lines * kLine)));
+      size_ = lines * kLine / sizeof(float);
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  int64_t size_ = 0;
 };
 
 inline float widened(float value) { return value; }
@@ -135,14 +161,22 @@ inline Floats pair_sums(Floats a, Floats b) {
   return shuffled<EverySecondOfQuarters<0>>(a, b) + shuffled<EverySecondOfQuarters<1>>(a, b);
 }
 
+template <int Lanes>
+using Part __attribute__((vector_size(Lanes * 4))) = float;
+
+// First half plus second half, until four are left.
+template <int Lanes, size_t... L>
+inline Part<4> folded(Part<Lanes> x, std::index_sequence<L...> half) {
+  if constexpr (Lanes == 4) return x;
+  else
+    return folded<Lanes / 2>(__builtin_shufflevector(x, x, L...) + __builtin_shufflevector(x, x, (L + Lanes / 2)...),
+                             std::make_index_sequence<Lanes / 4>{});
+}
+
 // The sums of the lanes of four vectors.
-inline void totals(Floats a, Floats b, Floats c, Floats d, float* sums) {
+inline Part<4> totals(Floats a, Floats b, Floats c, Floats d) {
   const Floats all = pair_sums(pair_sums(a, b), pair_sums(c, d));
-  float quarters[kLanes];
-  std::memcpy(quarters, &all, sizeof quarters);
-  for (int size = kLanes / 2; size >= 4; size /= 2)
-    for (int i = 0; i < size; i++) quarters[i] += quarters[i + size];
-  std::memcpy(sums, quarters, 4 * sizeof(float));
+  return folded<kLanes>(all, std::make_index_sequence<kLanes / 2>{});
 }
 
 // Inner products of M reordered rows of x with B rows of w, y[m * y_step + b]. A product's terms are added in one
@@ -150,13 +184,16 @@ inline void totals(Floats a, Floats b, Floats c, Floats d, float* sums) {
 template <class Kind, int M, int B>
 __attribute__((always_inline)) inline void products(const float* x, const typename Kind::Element* w, int64_t w_step,
                                                     int64_t ahead, int64_t size, float* y, int64_t y_step) {
-  Floats sums[M][B] = {};
+  Floats sums[M][B];
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < B; b++) sums[m][b] = Floats{};
   for (int64_t i = 0; i < size; i += kLanes * Kind::kParts) {
     Words words[B];
     for (int b = 0; b < B; b++) {
       words[b] = load<Words>(w + b * w_step + i);
-      // without it the processor waits for memory before every block
-      __builtin_prefetch(w + (b + ahead) * w_step + i);
+      // without it the processor waits for memory before every block; into its second cache, for what arrives in
+      // the first one too early makes the sums of several rows wait
+      __builtin_prefetch(w + (b + ahead) * w_step + i, 0, 2);
     }
     for (int k = 0; k < Kind::kParts; k++) {
       Floats weights[B];
@@ -170,10 +207,9 @@ __attribute__((always_inline)) inline void products(const float* x, const typena
   const Floats none = {};
   for (int m = 0; m < M; m++)
     for (int b = 0; b < B; b += 4) {
-      float values[4];
-      totals(sums[m][b], b + 1 < B ? sums[m][b + 1] : none, b + 2 < B ? sums[m][b + 2] : none,
-             b + 3 < B ? sums[m][b + 3] : none, values);
-      for (int n = 0; n < 4 && b + n < B; n++) y[m * y_step + b + n] = values[n];
+      const Part<4> values = totals(sums[m][b], b + 1 < B ? sums[m][b + 1] : none,
+                                    b + 2 < B ? sums[m][b + 2] : none, b + 3 < B ? sums[m][b + 3] : none);
+      std::memcpy(y + m * y_step + b, &values, std::min(4, B - b) * sizeof(float));
     }
 }
 

@@ -1,0 +1,231 @@
+"""Steps in one call of our own code compute what the model's modules do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.decoding.engine import Engine
+from models.decoding.kernels import has_kernels, use_kernel
+from models.decoding.native import MOST_TOKENS, NativeSteps
+from models.decoding.quantized import quantize
+from models.decoding.tree import ROOT, Branches, Tree
+from tests.families import FAMILIES, tiny_family
+
+NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+TEXT = [(7 * n) % 61 + 3 for n in range(60)]
+CAPACITY = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    assert has_kernels(), "the tests need a C++ compiler"
+
+
+def wide(family: str, **changes: Any) -> PreTrainedModel:
+    """Sizes the code takes, and no norm or bias that does nothing."""
+    settings = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.15}
+    model = tiny_family(family, **{**settings, "head_dim": 32, **changes})
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+            parameter.copy_(parameter.bfloat16().float())
+    return model
+
+
+def engines(model: PreTrainedModel, num_rows: int = 1) -> tuple[Engine, Engine]:
+    """One that takes steps in one call, and one that goes through the modules."""
+    native, plain = (
+        Engine(model, num_rows=num_rows, capacity=CAPACITY, compiled=False) for _ in range(2)
+    )
+    assert native._native is not None
+    plain._native = None
+    return native, plain
+
+
+@torch.inference_mode()
+def steps(engine: Engine) -> list[Tensor]:
+    """Logits of steps over rows of unequal lengths, of one and of several tokens."""
+    found = []
+    lengths = [9, 30, 1][: engine.num_rows]
+    engine.start([TEXT[:length] for length in lengths], range(len(lengths)))
+    for width in (1, 3, 8, 1):
+        ids = torch.tensor([TEXT[length : length + width] for length in lengths])
+        places = torch.tensor([[*range(length, length + width)] for length in lengths])
+        found.append(engine.forward(ids, places, longest=int(places.max()) + 1))
+        lengths = [length + width for length in lengths]
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("kind", ["bfloat16 numbers", "float32", "int8"])
+@pytest.mark.parametrize("family", NATIVE)
+def test_steps_of_ragged_rows_give_the_modules_logits(
+    family: str, kind: str, num_rows: int
+) -> None:
+    model = wide(family)
+    if kind == "float32":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1.001
+    if kind == "int8":
+        quantize(model)
+    use_kernel(model)
+    native, plain = engines(model, num_rows)
+    for found, want in zip(steps(native), steps(plain), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=2e-4)
+    for one, other in zip(native.cache.ragged, plain.cache.ragged, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_bfloat16_models_get_the_law_of_their_float32_twins(family: str) -> None:
+    """Up to what the rounded cache changes."""
+    narrow, exact = wide(family).bfloat16(), wide(family)
+    use_kernel(narrow)
+    engine = Engine(narrow, num_rows=1, capacity=CAPACITY, compiled=False)
+    assert engine._native is not None
+    whole = Engine(exact, num_rows=1, capacity=CAPACITY, compiled=False)
+    for found, want in zip(steps(engine), steps(whole), strict=True):
+        assert found.dtype is torch.bfloat16
+        gap = (found.float().softmax(-1) - want.softmax(-1)).abs().sum(-1) / 2
+        assert float(gap.max()) < 0.05
+
+
+def test_a_tokens_logits_do_not_depend_on_the_calls_other_tokens() -> None:
+    model = wide("llama")
+    use_kernel(model)
+    engine, _ = engines(model)
+    alone = []
+    with torch.inference_mode():
+        engine.prefill(TEXT[:20])
+        for place in range(20, 52):
+            ids, places = torch.tensor([[TEXT[place]]]), torch.tensor([[place]])
+            alone.append(engine.forward(ids, places, longest=place + 1)[0, 0])
+        for width in (2, 3, 4, 5, 8, 9, 15, 32):
+            ids, places = torch.tensor([TEXT[20 : 20 + width]]), torch.arange(20, 20 + width)
+            found = engine.forward(ids, places.unsqueeze(0), longest=20 + width)
+            assert torch.equal(found[0], torch.stack(alone[:width]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # the latter sees seven tokens back
+def test_candidates_of_a_tree_see_their_own_path(family: str) -> None:
+    model = wide(family)
+    use_kernel(model)
+    tree = Tree()
+    for token, parent in ((5, ROOT), (6, ROOT), (7, 0), (8, 1), (9, 3)):
+        tree.add(token, parent, 1.0)
+    branches = Branches.of([tree], [12], [[ROOT, *range(5)]], torch.device("cpu"))
+    ids = torch.tensor([[TEXT[11], *tree.ids]])
+    found = []
+    for engine in engines(model):
+        engine.prefill(TEXT[:11])
+        given = {"longest": 17, "branches": branches}
+        found.append(engine.forward(ids, branches.positions_BT, **given))
+        only = torch.tensor([0, 4])
+        torch.testing.assert_close(
+            engine.forward(ids, branches.positions_BT, only_T=only, **given), found[-1][:, only]
+        )
+        torch.testing.assert_close(
+            engine.forward(ids, branches.positions_BT, last_only=True, **given), found[-1][:, -1:]
+        )
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-4)
+
+
+def test_scaled_angles_are_the_models_own() -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = wide("llama", rope_parameters=scaled)
+    use_kernel(model)
+    native, plain = map(steps, engines(model))
+    unscaled = wide("llama")
+    use_kernel(unscaled)
+    assert not torch.allclose(steps(engines(unscaled)[0])[0], native[0], atol=1e-2)
+    for found, want in zip(native, plain, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=2e-4)
+
+
+def test_no_number_stays_none() -> None:
+    model = wide("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    use_kernel(model)
+    assert all(logits.isnan().any() for logits in steps(engines(model)[0]))
+
+
+def test_whoever_listens_to_the_head_hears_it() -> None:
+    """Statistics for the warm start are taken there."""
+    model = wide("llama")
+    use_kernel(model)
+    engine, _ = engines(model)
+    heard: list[int] = []
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: heard.append(1))
+    steps(engine)
+    assert len(heard) == 5  # the prefill, and four steps
+    handle.remove()
+    with pytest.MonkeyPatch.context() as patch:  # nobody listens: the modules rest
+        patch.setattr(model.model.layers[0].self_attn, "forward", None)
+        engine.forward(torch.tensor([[5]]), torch.tensor([[22]]), longest=23)
+
+
+class Altered(type(tiny_family("llama"))):  # type: ignore[misc]
+    """Not what its name says."""
+
+
+Altered.__name__ = "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "gelu"},
+        {"head_dim": 16},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_other_models_go_through_their_modules(changes: dict[str, Any]) -> None:
+    model = wide("llama", **changes)
+    use_kernel(model)
+    assert NativeSteps.of(model, CAPACITY) is None
+
+
+def test_models_without_the_kernels_and_of_unknown_classes_go_through_their_modules() -> None:
+    plain = wide("llama")
+    assert NativeSteps.of(plain, CAPACITY) is None
+    use_kernel(plain)
+    assert NativeSteps.of(plain, CAPACITY) is not None
+    plain.__class__ = Altered
+    assert NativeSteps.of(plain, CAPACITY) is None
+    for family in set(FAMILIES) - set(NATIVE):
+        other = tiny_family(family)
+        use_kernel(other)
+        assert NativeSteps.of(other, CAPACITY) is None
+    mixed = wide("llama")
+    mixed.model.layers[1].self_attn.k_proj = nn.Linear(128, 64)  # one that use_kernel did not see
+    use_kernel(mixed)
+    assert NativeSteps.of(mixed, CAPACITY) is None
+
+
+def test_calls_of_many_tokens_go_through_the_modules() -> None:
+    model = wide("llama")
+    use_kernel(model)
+    native = NativeSteps.of(model, CAPACITY)
+    assert native is not None
+    most = MOST_TOKENS[torch.float32]
+    assert native.takes(torch.zeros(1, most)) and native.takes(torch.zeros(most, 1))
+    assert not native.takes(torch.zeros(1, most + 1))
