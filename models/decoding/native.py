@@ -40,12 +40,13 @@ class NativeSteps:
     def __init__(self, model: PreTrainedModel, capacity: int):
         config = model.config
         body: Any = model.model
+        embedding: Any = model.get_input_embeddings()
         self._most = MOST_TOKENS[model.dtype]
         self._head = model.get_output_embeddings()
         positions_1P = torch.arange(capacity, device="cpu").unsqueeze(0)
         cos_1PD, sin_1PD = body.rotary_emb(torch.zeros(1), positions_1P)
         whole = {
-            "embedding": model.get_input_embeddings().weight.detach(),
+            "embedding": embedding.weight.detach(),
             "norm": body.norm.weight.detach().float(),
             "cos": cos_1PD[0].contiguous(),
             "sin": sin_1PD[0].contiguous(),
