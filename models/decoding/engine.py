@@ -197,10 +197,11 @@ class Engine:
         read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
         mask = self._mask(positions_BT, read, branches)
         num_rows, width = tokens_BT.shape
-        if self._native is not None and not fresh and self._native.takes(tokens_BT):
+        if self._native is not None and not num_shared and self._native.takes(tokens_BT):
             assert isinstance(mask, Tensor)
             only_U = self._slots_S[width - 1 : width] if last_only else only_T
-            return self._native.run(tokens_BT, positions_BT, slots_BT, mask, self.cache, only_U)
+            where = (tokens_BT, positions_BT, slots_BT)
+            return self._native.run(*where, mask, self.cache, rows_B, only_U)
         given = {
             "input_ids": tokens_BT,
             "position_ids": positions_BT,

@@ -1,7 +1,8 @@
 """Decoding steps of whole models in one call of our own code (cpu/decoder.cpp), on a CPU.
 
 Run module by module, compiled or not, a step of few tokens spends as long on its hundreds of small
-operations as on reading its weights.
+operations as on reading its weights. Prompts are read in the same way: float32 products of torch
+would first need bfloat16 weights widened.
 """
 
 # B rows, T new tokens, U of them with logits, S readable cache, V vocabulary, P positions
@@ -23,8 +24,8 @@ from models.decoding.quantized import Int8Linear
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # whose angles do not depend on how long the text is
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# tokens of one call: beyond, a processor's time is no longer that of reading
-MOST_TOKENS = {torch.float32: 32, torch.bfloat16: 16}
+# of one call; beyond, torch's products are faster, those of bfloat16 where processors have them
+MOST_TOKENS = {torch.float32: 512, torch.bfloat16: 16}
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NETWORK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -94,10 +95,11 @@ class NativeSteps:
         slots_BT: Tensor,
         mask_B1TS: Tensor,
         cache: RaggedCache,
+        rows_B: Tensor | None,
         only_U: Tensor | None,
     ) -> Tensor:
-        """Logits BUV after the tokens at places `only_U` among T, after all if None; the cache gets
-        what the tokens leave there.
+        """Logits BUV after the tokens at places `only_U` among T, after all if None; rows `rows_B`
+        of the cache, all if None, get what the tokens leave there.
         """
         logits_BUV: Tensor = self._decoder.forward(
             tokens_BT,
@@ -106,6 +108,7 @@ class NativeSteps:
             mask_B1TS,
             [layer.keys for layer in cache.ragged],
             [layer.values for layer in cache.ragged],
+            rows_B,
             only_U,
         )
         return logits_BUV

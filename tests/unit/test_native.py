@@ -52,9 +52,10 @@ def engines(model: PreTrainedModel, num_rows: int = 1) -> tuple[Engine, Engine]:
 @torch.inference_mode()
 def steps(engine: Engine) -> list[Tensor]:
     """Logits of steps over rows of unequal lengths, of one and of several tokens."""
-    found = []
     lengths = [9, 30, 1][: engine.num_rows]
-    engine.start([TEXT[:length] for length in lengths], range(len(lengths)))
+    prompts, rows = [TEXT[:length] for length in lengths], range(len(lengths))
+    found = [engine.prefill_together(prompts, [*rows][::-1], ends_only=False)[0]]
+    engine.start(prompts, rows)
     for width in (1, 3, 8, 1):
         ids = torch.tensor([TEXT[length : length + width] for length in lengths])
         places = torch.tensor([[*range(length, length + width)] for length in lengths])
@@ -175,7 +176,7 @@ def test_whoever_listens_to_the_head_hears_it() -> None:
     heard: list[int] = []
     handle = model.lm_head.register_forward_pre_hook(lambda *_: heard.append(1))
     steps(engine)
-    assert len(heard) == 5  # the prefill, and four steps
+    assert len(heard) == 6  # two prefills, and four steps
     handle.remove()
     with pytest.MonkeyPatch.context() as patch:  # nobody listens: the modules rest
         patch.setattr(model.model.layers[0].self_attn, "forward", None)

@@ -21,6 +21,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
       .v = past(v),
       .mask = {mask.const_data_ptr<bool>(), mask.size(0) == 1 ? 0 : mask.stride(0), mask.stride(2)},
       .out = static_cast<T*>(out.mutable_data_ptr()),
+      .rows = nullptr,
       .num_rows = q.size(0),
       .num_heads = q.size(1),
       .num_queries = q.size(2),

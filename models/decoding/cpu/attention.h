@@ -114,7 +114,7 @@ struct Head {
   }
 };
 
-// q (B H T D) of type Q; k and v (B K S D) of one kind; mask (B or 1, 1, T S); the result is B T H D, of type Q.
+// q (B H T D) of type Q; k and v (rows K S D) of one kind; mask (B or 1, 1, T S); the result is B T H D, of type Q.
 template <class Kind, class Q>
 struct Attention {
   struct Queries {
@@ -130,6 +130,7 @@ struct Attention {
     int64_t row, step;
   } mask;
   Q* out;
+  const int64_t* rows;  // of keys and values that each line of queries belongs to; none: in order
   int64_t num_rows, num_heads, num_queries, num_shared, length, size;
   float scaling;
 
@@ -164,7 +165,8 @@ struct Attention {
       reorder<Kind>(q.data + row * q.row + head * q.head + t * q.step, size, scaling, ordered + m * size);
     }
     begin = begin / kLanes * kLanes;  // a query's sums then have one order whatever its neighbours see
-    const Head<Kind> head{ordered, k.data + row * k.row + shared * k.head, v.data + row * v.row + shared * v.head,
+    const int64_t past = rows ? rows[row] : row;
+    const Head<Kind> head{ordered, k.data + past * k.row + shared * k.head, v.data + past * v.row + shared * v.head,
                           k.step,  v.step, begin, end, size};
     if (end <= begin) std::fill(sums, sums + together * size, 0.0f);  // a place of the batch that nobody has taken
     else if (together == 4) head.template attend<4>(masks, scores, step, sums);

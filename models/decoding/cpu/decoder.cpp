@@ -159,7 +159,8 @@ struct Call {
     const int64_t num = num_heads + 2 * num_shared;
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < num_tokens * num; task++) {
-      const int64_t token = task / num, row = token / (num_tokens / num_rows);
+      const int64_t token = task / num, line = token / (num_tokens / num_rows);
+      const int64_t row = attention.rows ? attention.rows[line] : line;
       int64_t head = task % num;
       if (head < num_heads) {
         rotate(q + (token * num_heads + head) * size, layer.q_norm, token);
@@ -221,17 +222,17 @@ class Decoder : public torch::CustomClassHolder {
     for (const Parts& parts : layers) layers_.emplace_back(parts);
   }
 
-  // tokens, positions and slots (B T): ids, places in the text and in the cache; mask (B or 1, 1, T S); keys and values
-  // (B K S D, of a layer each), which the new tokens' are written to. Logits (B U V) in the cache's type after the
-  // tokens at `places` (U), after all without.
+  // tokens, positions and slots (B T): ids, places in the text and in the cache; mask (B or 1, 1, T, as far as is read);
+  // keys and values (rows K S D, of a layer each), which the new tokens' are written to, into `rows` (B) or in order.
+  // Logits (B U V) in the cache's type after the tokens at `places` (U), after all without.
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
                      const at::Tensor& mask, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
-                     const std::optional<at::Tensor>& places) {
+                     const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places) {
     const bool is_float = keys[0].scalar_type() == at::kFloat;
     const int64_t num = places ? places->numel() : tokens.size(1);
     at::Tensor logits = at::empty({tokens.size(0), num, head_.weight.out}, keys[0].options());
-    if (is_float) run<Float>(tokens, positions, slots, mask, keys, values, places, logits);
-    else run<BFloat16>(tokens, positions, slots, mask, keys, values, places, logits);
+    if (is_float) run<Float>(tokens, positions, slots, mask, keys, values, rows, places, logits);
+    else run<BFloat16>(tokens, positions, slots, mask, keys, values, rows, places, logits);
     return logits;
   }
 
@@ -247,7 +248,7 @@ class Decoder : public torch::CustomClassHolder {
   template <class Kind>
   void run(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& mask,
            const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
-           const std::optional<at::Tensor>& places, at::Tensor& logits) {
+           const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places, at::Tensor& logits) {
     using Element = typename Kind::Element;
     const int64_t num_rows = tokens.size(0), num_new = tokens.size(1), num_tokens = num_rows * num_new;
     const int64_t size = keys[0].size(3), width = head_.weight.in, inner = layers_[0].down.weight.in;
@@ -259,6 +260,7 @@ class Decoder : public torch::CustomClassHolder {
     const at::Tensor &embedding = model_.at("embedding"), &cos = model_.at("cos");
     const at::Tensor ids = tokens.contiguous(), at = positions.contiguous(), where = slots.contiguous();
     const at::Tensor sees = mask.stride(-1) == 1 ? mask : mask.contiguous();
+    const at::Tensor lines = rows ? rows->contiguous() : at::Tensor();
     const at::Tensor asked = places ? places->contiguous() : at::Tensor();
     Call<Kind> call{.num_rows = num_rows,
                     .num_tokens = num_tokens,
@@ -285,11 +287,12 @@ class Decoder : public torch::CustomClassHolder {
                       .v = past,
                       .mask = {sees.const_data_ptr<bool>(), sees.size(0) == 1 ? 0 : sees.stride(0), sees.stride(2)},
                       .out = call.found,
+                      .rows = rows ? lines.const_data_ptr<int64_t>() : nullptr,
                       .num_rows = num_rows,
                       .num_heads = num_heads,
                       .num_queries = num_new,
                       .num_shared = num_shared,
-                      .length = keys[0].size(2),
+                      .length = sees.size(3),
                       .size = size,
                       .scaling = scaling_};
     const int64_t num_asked = places ? asked.numel() : num_new;

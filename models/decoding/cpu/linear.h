@@ -16,6 +16,8 @@ namespace draftsmith {
 
 constexpr int kRows = 8;     // summed while a weight passes by
 constexpr int kOutputs = 8;  // of one block
+// blocks whose weights stay in the second cache while all rows pass by, and inputs that stay in the first one
+constexpr int kGroup = 8, kInputs = 6144;
 
 // A weight (out in) of float, bfloat16 or int8, the latter times `scale` (out).
 struct Weight {
@@ -84,28 +86,33 @@ inline void multiply(const Weight& weight, const float* x, int64_t num_rows, con
   const int64_t num_blocks = (weight.out + kOutputs - 1) / kOutputs;
   const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
   const int64_t size = weight.in * static_cast<int64_t>(c10::elementSize(weight.kind));
-  // pieces of rows as equal as can be: nine rows are five and four, not eight and one
-  const int64_t num_pieces = (num_rows + kRows - 1) / kRows;
+  // inputs of many rows are read again for every few outputs, so a piece of them has to stay in the first cache
+  const int64_t fits = std::clamp<int64_t>(kInputs / weight.in, kRows / 2, kRows);
+  // pieces as equal as can be: nine rows are five and four, not eight and one
+  const int64_t num_pieces = num_rows <= kRows ? 1 : (num_rows + fits - 1) / fits;
+  const int64_t group = num_pieces == 1 ? 1 : kGroup;
+  const int64_t begin = num_blocks * thread / num_threads, end = num_blocks * (thread + 1) / num_threads;
   float sums[kRows * kOutputs];
-  for (int64_t n = num_blocks * thread / num_threads; n < num_blocks * (thread + 1) / num_threads; n++) {
-    const int64_t first = n * kOutputs, num = std::min<int64_t>(kOutputs, weight.out - first);
-    const char* w = static_cast<const char*>(weight.data) + first * size;
+  for (int64_t start = begin; start < end; start += group)
     for (int64_t piece = 0; piece < num_pieces; piece++) {
       const int64_t row = num_rows * piece / num_pieces, rows = num_rows * (piece + 1) / num_pieces - row;
       const float* inputs = x + row * weight.in;
-      const Block sum = block_of(weight.kind, static_cast<int>(rows), num == kOutputs);
-      if (num == kOutputs) sum(inputs, w, weight.in, sums);
-      else
-        for (int64_t b = 0; b < num; b++) sum(inputs, w + b * size, weight.in, sums + b);
-      for (int64_t m = 0; m < rows; m++) {
-        float* values = sums + m * kOutputs;
-        if (weight.scale)
-          for (int64_t b = 0; b < num; b++) values[b] *= weight.scale[first + b];
-        if (num == kOutputs) take(row + m, first, values, kOutputs);  // a constant: loops over it become vectors
-        else take(row + m, first, values, num);
+      for (int64_t n = start; n < std::min(start + group, end); n++) {
+        const int64_t first = n * kOutputs, num = std::min<int64_t>(kOutputs, weight.out - first);
+        const char* w = static_cast<const char*>(weight.data) + first * size;
+        const Block sum = block_of(weight.kind, static_cast<int>(rows), num == kOutputs);
+        if (num == kOutputs) sum(inputs, w, weight.in, sums);
+        else
+          for (int64_t b = 0; b < num; b++) sum(inputs, w + b * size, weight.in, sums + b);
+        for (int64_t m = 0; m < rows; m++) {
+          float* values = sums + m * kOutputs;
+          if (weight.scale)
+            for (int64_t b = 0; b < num; b++) values[b] *= weight.scale[first + b];
+          if (num == kOutputs) take(row + m, first, values, kOutputs);  // a constant: loops over it become vectors
+          else take(row + m, first, values, num);
+        }
       }
     }
-  }
 }
 
 }  // namespace draftsmith
