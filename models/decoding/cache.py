@@ -169,11 +169,15 @@ class RaggedCache(Cache):
         where.slots_BT = slots_BT
         mark_varying([where.rows_B1, slots_BT])
         where.fresh, where.num_shared = fresh, num_shared
+        self.reach(longest, may_shrink=rows_B is None)
+
+    def reach(self, longest: int, *, may_shrink: bool) -> None:
+        """Have room for `longest` tokens in a row. It is that of one row where a prompt is read, so
+        only calls over all rows may give room back, and late.
+        """
         needed = min(-(-longest // WINDOW_STEP) * WINDOW_STEP, self.capacity)
-        # `longest` of a prefill is that of one row, so only calls over all rows may shrink the
-        # storage, and late
         if needed > self.window or (
-            rows_B is None and needed < self.window - WINDOW_STEP and self.device.type == "cpu"
+            may_shrink and needed < self.window - WINDOW_STEP and self.device.type == "cpu"
         ):
             for layer in self.ragged:
                 layer.resize(needed)

@@ -190,22 +190,20 @@ class Engine:
                 " raise capacity."
             )
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
+        num_rows, width = tokens_BT.shape
+        if self._native is not None and not num_shared and self._native.takes(tokens_BT):
+            self.cache.reach(longest, may_shrink=rows_B is None)
+            only_U = self._slots_S[width - 1 : width] if last_only else only_T
+            return self._native.run(tokens_BT, positions_BT, branches, self.cache, rows_B, only_U)
         # compiled code tells one tensor given twice from two, and a view from what is none
         slots_BT = (positions_BT if branches is None else branches.slots_BT).clone()
         positions_BT = positions_BT.clone()
         self.cache.place(rows_B, slots_BT, longest, fresh, num_shared)
-        read = num_shared + tokens_BT.shape[1] if fresh else self.cache.window
-        mask = self._mask(positions_BT, read, branches)
-        num_rows, width = tokens_BT.shape
-        if self._native is not None and not num_shared and self._native.takes(tokens_BT):
-            assert isinstance(mask, Tensor)
-            only_U = self._slots_S[width - 1 : width] if last_only else only_T
-            where = (tokens_BT, positions_BT, slots_BT)
-            return self._native.run(*where, mask, self.cache, rows_B, only_U)
+        read = num_shared + width if fresh else self.cache.window
         given = {
             "input_ids": tokens_BT,
             "position_ids": positions_BT,
-            "attention_mask": mask,
+            "attention_mask": self._mask(positions_BT, read, branches),
             "use_cache": True,
             "logits_to_keep": int(last_only) if only_T is None else only_T,
             self._cache_key: self.cache,

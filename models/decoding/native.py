@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from models.decoding.cache import RaggedCache
 from models.decoding.kernels import HEAD_MULTIPLE, FewRowsLinear, has_kernels
 from models.decoding.quantized import Int8Linear
+from models.decoding.tree import Branches
 
 # of transformers; they share one layout
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -74,7 +75,7 @@ class NativeSteps:
         is_known = (
             model.config.hidden_act == "silu"
             and model.model.rotary_emb.rope_type in ROPE_TYPES
-            and len(set(getattr(model.config, "layer_types", None) or ["all"])) == 1
+            and _sees_all(model)
             and model.model.layers[0].self_attn.head_dim % HEAD_MULTIPLE == 0
             and all(isinstance(m, FewRowsLinear | Int8Linear) for m in _linears(model))
             and all(_is_uniform(layer) for layer in model.model.layers)
@@ -92,22 +93,23 @@ class NativeSteps:
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        slots_BT: Tensor,
-        mask_B1TS: Tensor,
+        branches: Branches | None,
         cache: RaggedCache,
         rows_B: Tensor | None,
         only_U: Tensor | None,
     ) -> Tensor:
         """Logits BUV after the tokens at places `only_U` among T, after all if None; rows `rows_B`
-        of the cache, all if None, get what the tokens leave there.
+        of the cache, all if None, get what the tokens leave there. `branches`: where they stand
+        and what they see if they are not one after another.
         """
         logits_BUV: Tensor = self._decoder.forward(
             tokens_BT,
             positions_BT,
-            slots_BT,
-            mask_B1TS,
+            positions_BT if branches is None else branches.slots_BT,
             [layer.keys for layer in cache.ragged],
             [layer.values for layer in cache.ragged],
+            None if branches is None else branches.lengths_B,
+            None if branches is None else branches.sees_BTN,
             rows_B,
             only_U,
         )
@@ -145,6 +147,12 @@ def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
     for layer in model.model.layers:
         yield from (getattr(layer.self_attn, name) for name in ATTENTION.values())
         yield from (getattr(layer.mlp, name) for name in NETWORK.values())
+
+
+def _sees_all(model: PreTrainedModel) -> bool:
+    """Whether no layer looks only so far back."""
+    kinds = set(getattr(model.config, "layer_types", None) or [])
+    return not getattr(model.config, "sliding_window", None) or kinds == {"full_attention"}
 
 
 def _is_uniform(layer: Any) -> bool:

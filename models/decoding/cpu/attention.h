@@ -125,10 +125,15 @@ struct Attention {
     const typename Kind::Element* data;
     int64_t row, head, step;
   } k, v;
-  struct Mask {
+  // What each query sees: its line of `data`; without data the first `first` keys and, of the `num` from `start` on,
+  // its line of `then`.
+  struct Sight {
     const bool* data;
     int64_t row, step;
-  } mask;
+    const int64_t *first, *start;
+    const bool* then;
+    int64_t num;
+  } sight;
   Q* out;
   const int64_t* rows;  // of keys and values that each line of queries belongs to; none: in order
   int64_t num_rows, num_heads, num_queries, num_shared, length, size;
@@ -144,19 +149,31 @@ struct Attention {
   }
 
  private:
+  const bool* seen(int64_t row, int64_t t, bool* line) const {
+    const int64_t query = row * num_queries + t, first = sight.first[query];
+    std::fill(line, line + first, true);
+    std::fill(line + first, line + length, false);
+    if (sight.then) {
+      const int64_t start = sight.start[row], num = std::min(sight.num, length - start);
+      std::copy_n(sight.then + query * sight.num, num, line + start);
+    }
+    return line;
+  }
+
   // A few of the queries that share a key-value head, those of a query head together.
   void part(int64_t row, int64_t shared, int64_t start, int64_t num) const {
     const int64_t num_groups = num_heads / num_shared, together = std::min<int64_t>(kQueries, num - start);
     const int64_t step = (length + kLanes - 1) / kLanes * kLanes;
     thread_local Buffer memory;
-    float* scores = memory.get(kQueries * (step + 2 * size));
+    float* scores = memory.get(kQueries * (2 * step + 2 * size));
     float* sums = scores + kQueries * step;
     float* ordered = sums + kQueries * size;
+    bool* room = reinterpret_cast<bool*>(ordered + kQueries * size);
     const bool* masks[kQueries];
     int64_t begin = length, end = 0;
     for (int64_t m = 0; m < together; m++) {
       const int64_t head = shared * num_groups + (start + m) / num_queries, t = (start + m) % num_queries;
-      masks[m] = mask.data + row * mask.row + t * mask.step;
+      masks[m] = sight.data ? sight.data + row * sight.row + t * sight.step : seen(row, t, room + m * length);
       int64_t first = 0, last = length;
       while (first < begin && !masks[m][first]) first++;
       while (last > end && !masks[m][last - 1]) last--;

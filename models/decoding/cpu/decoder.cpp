@@ -222,17 +222,19 @@ class Decoder : public torch::CustomClassHolder {
     for (const Parts& parts : layers) layers_.emplace_back(parts);
   }
 
-  // tokens, positions and slots (B T): ids, places in the text and in the cache; mask (B or 1, 1, T, as far as is read);
-  // keys and values (rows K S D, of a layer each), which the new tokens' are written to, into `rows` (B) or in order.
-  // Logits (B U V) in the cache's type after the tokens at `places` (U), after all without.
+  // tokens, positions and slots (B T): ids, places in the text and in the cache; keys and values (rows K S D, of a layer
+  // each), which the new tokens' are written to, into `rows` (B) or in order. A token sees the text up to itself; of a
+  // tree, its text, of `lengths` (B), and the candidates behind it that `sees` (B T N) admits. Logits (B U V) in the
+  // cache's type after the tokens at `places` (U), after all without.
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
-                     const at::Tensor& mask, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
+                     std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
+                     const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
                      const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places) {
     const bool is_float = keys[0].scalar_type() == at::kFloat;
     const int64_t num = places ? places->numel() : tokens.size(1);
     at::Tensor logits = at::empty({tokens.size(0), num, head_.weight.out}, keys[0].options());
-    if (is_float) run<Float>(tokens, positions, slots, mask, keys, values, rows, places, logits);
-    else run<BFloat16>(tokens, positions, slots, mask, keys, values, rows, places, logits);
+    if (is_float) run<Float>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits);
+    else run<BFloat16>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits);
     return logits;
   }
 
@@ -244,10 +246,12 @@ class Decoder : public torch::CustomClassHolder {
   int64_t num_heads_, num_shared_;
   float eps_, scaling_;
   Buffer memory_;
+  std::vector<int64_t> first_;  // keys that each token sees without exception
 
   template <class Kind>
-  void run(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& mask,
+  void run(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
            const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
+           const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
            const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places, at::Tensor& logits) {
     using Element = typename Kind::Element;
     const int64_t num_rows = tokens.size(0), num_new = tokens.size(1), num_tokens = num_rows * num_new;
@@ -259,9 +263,8 @@ class Decoder : public torch::CustomClassHolder {
     const auto take = [&](int64_t each) { return std::exchange(next, next + num_tokens * each); };
     const at::Tensor &embedding = model_.at("embedding"), &cos = model_.at("cos");
     const at::Tensor ids = tokens.contiguous(), at = positions.contiguous(), where = slots.contiguous();
-    const at::Tensor sees = mask.stride(-1) == 1 ? mask : mask.contiguous();
-    const at::Tensor lines = rows ? rows->contiguous() : at::Tensor();
-    const at::Tensor asked = places ? places->contiguous() : at::Tensor();
+    const auto dense = [](const std::optional<at::Tensor>& x) { return x ? x->contiguous() : at::Tensor(); };
+    const at::Tensor lines = dense(rows), asked = dense(places), text = dense(lengths), then = dense(sees);
     Call<Kind> call{.num_rows = num_rows,
                     .num_tokens = num_tokens,
                     .tokens = ids.const_data_ptr<int64_t>(),
@@ -285,16 +288,26 @@ class Decoder : public torch::CustomClassHolder {
     call.attention = {.q = {call.q, num_new * heads, size, heads},
                       .k = past,
                       .v = past,
-                      .mask = {sees.const_data_ptr<bool>(), sees.size(0) == 1 ? 0 : sees.stride(0), sees.stride(2)},
+                      .sight = {},
                       .out = call.found,
                       .rows = rows ? lines.const_data_ptr<int64_t>() : nullptr,
                       .num_rows = num_rows,
                       .num_heads = num_heads,
                       .num_queries = num_new,
                       .num_shared = num_shared,
-                      .length = sees.size(3),
+                      .length = keys[0].size(2),
                       .size = size,
                       .scaling = scaling_};
+    first_.resize(num_tokens);
+    for (int64_t m = 0; m < num_tokens; m++) first_[m] = call.positions[m] + 1;
+    if (lengths) {
+      call.attention.sight.start = text.const_data_ptr<int64_t>();
+      call.attention.sight.then = then.const_data_ptr<bool>();
+      call.attention.sight.num = then.size(2);
+      for (int64_t m = 0; m < num_tokens; m++)
+        first_[m] = std::min(first_[m], call.attention.sight.start[m / num_new]);
+    }
+    call.attention.sight.first = first_.data();
     const int64_t num_asked = places ? asked.numel() : num_new;
     const int64_t* wanted = places ? asked.const_data_ptr<int64_t>() : nullptr;
     const float* norm = vector_of(model_, "norm");
