@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from conf.contracts import Corpus, Prompt
 from conf.errors import require
-from conf.groups import DataConfig
+from conf.groups import DataConfig, SourceConfig
 from conf.run import Resume, Run, determined, fingerprint, provenance
 from conf.schema import Config, as_tree
 from data.dedup import NearDuplicates, SuiteOverlap
 from data.mixture import apportion, split
+from data.order import HELD
 from data.prompts import Candidate, Source, read_prompts, write_prompts
 from data.sources import count_known, digest
 from data.suites import suite_candidates
@@ -115,7 +116,7 @@ class Mixture:
     def __post_init__(self) -> None:
         # in the order of names, for the order in a YAML file is no part of what determines a corpus
         self.sources = [
-            Source(name, f"data.sources.{name}", source, self.seed)
+            Source(name, f"data.sources.{name}", source, self.seed, self._held(source))
             for name, source in sorted(self.config.sources.items())
             if source.weight > 0
         ]
@@ -129,6 +130,12 @@ class Mixture:
         self._open = {source.name: iter(source) for source in self.sources}
         self._exact: set[str] = set()
         self._near = NearDuplicates()
+
+    def _held(self, source: SourceConfig) -> int:
+        """Records of a source in memory at a time: twice as many as could be wanted of it, for some
+        will be dropped.
+        """
+        return max(HELD, 2 * (self.config.num_train + self.config.num_validation) * source.group)
 
     def fill(self, tracker: Tracker) -> None:
         """Take as many prompts as are wanted, or all there are."""
@@ -159,7 +166,7 @@ class Mixture:
         """
         over_quota = sum(s.count_rest() for s in self.sources if count_known(s.config))
         total = self.lost + Counter(over_quota=over_quota)
-        for source in self.sources:  # after the rest was counted, for that filters it
+        for source in self.sources:  # after the rest was counted, for that reads all of it
             total.update(source.left_out)
         return {reason: number for reason, number in sorted(total.items()) if number}
 

@@ -9,15 +9,17 @@ import string
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from conf.contracts import ContractError, Prompt
-from conf.errors import ConfigError
+from conf.errors import ConfigError, require
 from conf.groups import SourceConfig
 from conf.run import write_atomically
 from data.files import Record, missing_column
-from data.sources import Numbered, held_out, read_records
+from data.order import HELD, SHUFFLED, Drawn, Numbered, Reading
+from data.sources import count_known, held_out, read_records
 from data.text import normalise, shorten
 
 ROLES = {"human": "user", "gpt": "assistant"}  # names that ShareGPT files use
@@ -41,36 +43,63 @@ class Source:
     key: str  # in error messages, for example data.sources.boolq
     config: SourceConfig
     seed: int
-    left_out: dict[str, int] = field(default_factory=lambda: {"held_out": 0, "no_match": 0})
+    held: int = HELD  # records in memory at a time
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._groups = self._grouped()
+        self._num_taken = 0
 
     def __iter__(self) -> Iterator[Candidate]:
         """What is left of the source's prompts, in an order drawn from the seed.
 
-        Raises ConfigError for a source that cannot be read and for a column that is missing.
+        Raises ConfigError for a source that cannot be read or holds nothing, and for a column that
+        is missing.
         """
         return (self._render(group) for group in self._groups)
 
     def count_rest(self) -> int:
-        """How many prompts are left; it uses them up."""
-        return sum(1 for _ in self._groups)
+        """How many prompts are left of a source that ends."""
+        return self._drawn.count() // self.config.group - self._num_taken
 
     def _grouped(self) -> Iterator[list[Numbered]]:
-        usable = self._usable()
+        usable = iter(self._drawn) if count_known(self.config) else filter(None, self._read())
         while len(group := list(itertools.islice(usable, self.config.group))) == self.config.group:
+            self._num_taken += 1
             yield group
 
-    def _usable(self) -> Iterator[Numbered]:
-        excluded = held_out(self.key, self.config)
+    @cached_property
+    def _drawn(self) -> Drawn:
+        records = read_records(self.key, self.config, seed=self.seed)
+        # no more are counted than decide how the order is drawn
+        num_records = sum(1 for _ in itertools.islice(records, SHUFFLED + 1))
+        start, stop = self.config.start, self.config.stop
+        require(
+            num_records > 0,
+            self.key,
+            self.config.path,
+            f"{f'records {start} to {stop}' if start or stop >= 0 else 'it'} holds no record",
+            "Name a file and a range with records in it",
+        )
+        return Drawn(self._read, num_records, f"{self.seed}:{self.key}", self.held)
+
+    @cached_property
+    def _excluded(self) -> dict[str, set[Any]]:
+        return held_out(self.key, self.config)
+
+    def _read(self) -> Reading:
+        """The source from its start; what is left out is counted anew each time."""
+        self.left_out = {"held_out": 0, "no_match": 0}
+        excluded = self._excluded
         for number, record in read_records(self.key, self.config, seed=self.seed):
             if any(record.get(column) in values for column, values in excluded.items()):
                 self.left_out["held_out"] += 1
+                yield None
                 continue
             matched = self._match(record)
             if matched is None:
                 self.left_out["no_match"] += 1
+                yield None
                 continue
             yield number, matched
 

@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import itertools
 import platform
-import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,38 +22,27 @@ from conf.groups import SourceConfig
 from conf.validate import require_package
 from data import stdlib
 from data.files import Record, files_of, missing_column, read_files
-
-Numbered = tuple[
-    int, Record
-]  # a record and its number in the source, which stays its own whatever the order
+from data.order import Numbered
 
 STDLIB = {"functions": stdlib.functions, "manual": stdlib.manual}
 SHUFFLE_BUFFER = 4096  # records of a stream that are shuffled at a time
+DIGEST_BLOCK = 2**16  # bytes
 
 
 def read_records(key: str, source: SourceConfig, *, seed: int) -> Iterator[Numbered]:
-    """The records `start` to `stop`, numbered, in an order drawn from the seed.
+    """The records `start` to `stop`, numbered, one at a time: those of a source that ends in its
+    own order, those of a stream (a Hub dataset, a generator) in one drawn from the seed.
 
-    `key` names the source in errors, for example `data.sources.boolq`. A stream (a Hub dataset, a
-    generator) is endless for practical purposes and read only as far as it is asked for. Raises
-    ConfigError when a source cannot be read or holds nothing.
+    `key` names the source in errors, for example `data.sources.boolq`. A stream is endless for
+    practical purposes and read only as far as it is asked for. Raises ConfigError when a source
+    cannot be read.
     """
     if source.kind is SourceKind.hub:
         return _numbered(_hub(key, source, seed), source)
     if source.kind is SourceKind.reasoning:
         return _numbered(_reasoning(key, source, seed), source)
     records = _stdlib(key, source) if source.kind is SourceKind.stdlib else _from_file(key, source)
-    chosen = list(_numbered(records, source))
-    span = f"records {source.start} to {source.stop}" if source.start or source.stop >= 0 else "it"
-    require(
-        bool(chosen),
-        key,
-        source.path,
-        f"{span} holds no record",
-        "Name a file and a range with records in it",
-    )
-    random.Random(f"{seed}:{key}").shuffle(chosen)
-    return iter(chosen)
+    return _numbered(records, source)
 
 
 def count_known(source: SourceConfig) -> bool:
@@ -187,7 +175,9 @@ def digest(key: str, source: SourceConfig) -> str:
         sha256 = hashlib.sha256()
         for path in (source.path, *sorted(source.exclude)):
             for file in files_of(f"{key}.path", locate(f"{key}.path", source, path)):
-                sha256.update(file.read_bytes())
+                with file.open("rb") as content:
+                    while block := content.read(DIGEST_BLOCK):
+                        sha256.update(block)
         return f"sha256 {sha256.hexdigest()[:16]}"
     require_package(key, source.package)
     return f"{source.package} {importlib.metadata.version(source.package)}"

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only",
         nargs="+",
-        choices=("e2e", "distill", "decode", "generate", "codec"),
+        choices=("e2e", "prepare", "distill", "decode", "generate", "codec"),
         help="these groups of figures (default: all)",
     )
     chat.add_argument("--once", metavar="PROMPT", help="answer this and leave")
@@ -175,9 +175,11 @@ def bench_command(options: argparse.Namespace) -> int:
     from eval.bench_codec import codec
     from eval.bench_decode import decode
     from eval.bench_generate import generate
+    from eval.bench_prepare import prepare
 
     known = {
         **BENCHMARKS,
+        "prepare": prepare,
         "distill": distill,
         "decode": decode,
         "generate": generate,

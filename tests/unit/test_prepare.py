@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,47 @@ def test_filters_count_what_they_drop(config: Config, tmp_path: Path) -> None:
     assert corpus.suites == {"lakes": 1}
     assert corpus.num_masked == 1
     assert "Write to [email] or call [phone] about the garden" in all_texts(folder)
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_source(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.prepare.HELD", 256)
+    for module in ("order", "prompts"):
+        monkeypatch.setattr(f"data.{module}.SHUFFLED", 1000)
+
+    def peak(num_rows: int) -> int:
+        path = tmp_path / f"{num_rows}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for n in range(num_rows):
+                text = f"row {n} asks why the {SUBJECTS[n % 10]} number {n} matters to people"
+                file.write(json.dumps({"prompt": text, "note": "x" * 100}) + "\n")
+        config.data.sources = {"rows": SourceConfig(path=str(path))}
+        config.name = f"rows-{num_rows}"
+        tracemalloc.start()
+        try:
+            corpus, _, _ = make(config)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert corpus.dropped == {"over_quota": num_rows - 48}
+        return most
+
+    peak(2000)  # what the first call loads and keeps must not count
+    few, many = peak(2000 + 1), peak(40000)
+    assert many <= 1.2 * few
+
+
+def test_a_source_that_loses_many_prompts_is_read_again(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one reading holds does not limit what the source can give."""
+    same = ["Say once more why the old harbour matters"] * 1500
+    config.data.sources = {"all": write(tmp_path / "all.jsonl", same + questions("please", 50))}
+    monkeypatch.setattr("data.prepare.HELD", 0)
+    corpus, _, _ = make(config)
+    assert corpus.num_by_source == {"all": 48}
+    assert sum(corpus.dropped.values()) == 1550 - 48
 
 
 def test_nothing_left_is_an_error_with_the_reasons(config: Config) -> None:
