@@ -59,6 +59,10 @@ distill: $(READY) ## the whole pipeline: prepare, generate, distill, evaluate
 smoke: $(READY) ## the whole pipeline at its smallest size
 	$(RUN) -m train experiment=smoke $(ARGS)
 
+.PHONY: plan
+plan: $(READY) ## what a run would take, reckoned: for another device ARGS="plan.device=h200"
+	$(RUN) -m train stage=plan $(ARGS)
+
 .PHONY: evaluate
 evaluate: $(READY) ## measure a finished draft again
 	$(RUN) -m train stage=evaluate $(ARGS)

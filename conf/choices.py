@@ -11,6 +11,7 @@ class Stage(StrEnum):
     distill = "distill"
     evaluate = "evaluate"
     publish = "publish"
+    plan = "plan"  # what the others would take
     all = "all"
 
 

@@ -21,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from conf.choices import Stage
+from conf.devices import PlanConfig
 from conf.errors import ConfigError
 from conf.groups import (
     DataConfig,
@@ -58,6 +59,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 GROUPS: dict[str, type] = {
@@ -71,6 +73,7 @@ GROUPS: dict[str, type] = {
     "eval": EvalConfig,
     "tracker": TrackerConfig,
     "hub": HubConfig,
+    "plan": PlanConfig,
 }
 
 

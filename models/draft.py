@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -30,6 +29,7 @@ from conf.errors import ConfigError
 from conf.groups import DraftConfig
 from data.batches import Batch
 from data.shards import Row
+from models.anatomy import with_layers
 from models.decoding.engine import decoder_layers
 from models.packed import hidden_states, pack_attention
 
@@ -157,12 +157,7 @@ def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:
 
 def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A model of the target's family with only the given layers, weights copied, float32."""
-    config: PretrainedConfig = copy.deepcopy(target.config)
-    for key, value in config.to_dict().items():
-        # one entry per layer
-        if "layer" in key and isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(config, key, [value[i] for i in layers])
-    config.num_hidden_layers = len(layers)
+    config = with_layers(target.config, layers)
     config.dtype = torch.float32
     draft = AutoModelForCausalLM.from_config(config).float()
     draft.generation_config = copy.deepcopy(target.generation_config)

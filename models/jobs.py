@@ -5,7 +5,7 @@ computed.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,21 +44,19 @@ class Job:
 
 def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]:
     """Every answer to generate, in order, and the number of prompts left out as too long."""
-    jobs: list[Job] = []
     num_skipped = 0
-    temperatures = config.generate.temperatures
-    room = config.generate.warm_start_tokens  # as if every answer were as long as it may be
-    for split in SPLITS:
-        for number, prompt in enumerate(read_prompts(run.corpus, split)):
-            ids = _render(target, prompt, config)
-            if len(ids) > config.generate.max_prompt_tokens:
-                num_skipped += 1
-                continue
-            for answer in range(config.generate.answers_per_prompt):
-                temperature = temperatures[(number + answer) % len(temperatures)]
-                room -= config.generate.max_new_tokens if split == "train" else 0
-                keep = split == "train" and room >= 0
-                jobs.append(Job(len(jobs), split, prompt.category, ids, temperature, keep))
+
+    def short_enough() -> Iterator[tuple[str, int, str, list[int]]]:
+        nonlocal num_skipped
+        for split in SPLITS:
+            for number, prompt in enumerate(read_prompts(run.corpus, split)):
+                ids = _render(target, prompt, config)
+                if len(ids) > config.generate.max_prompt_tokens:
+                    num_skipped += 1
+                    continue
+                yield split, number, prompt.category, ids
+
+    jobs = jobs_of(config.generate, short_enough())
     for split in SPLITS:
         require(
             any(job.split == split for job in jobs),
@@ -68,6 +66,22 @@ def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]
             "Raise it, or use other data.sources",
         )
     return jobs, num_skipped
+
+
+def jobs_of(
+    settings: GenerateConfig, prompts: Iterable[tuple[str, int, str, list[int]]]
+) -> list[Job]:
+    """The answers to prompts, of each its split, its number there, its category and its ids."""
+    jobs: list[Job] = []
+    temperatures = settings.temperatures
+    room = settings.warm_start_tokens  # as if every answer were as long as it may be
+    for split, number, category, ids in prompts:
+        for answer in range(settings.answers_per_prompt):
+            temperature = temperatures[(number + answer) % len(temperatures)]
+            room -= settings.max_new_tokens if split == "train" else 0
+            keep = split == "train" and room >= 0
+            jobs.append(Job(len(jobs), split, category, ids, temperature, keep))
+    return jobs
 
 
 def _render(target: Target, prompt: Prompt, config: Config) -> list[int]:

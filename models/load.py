@@ -107,7 +107,7 @@ def open_target(config: Config, say: Callable[[str], None] | None = None) -> Tar
     target = config.target
     source, revision = target.path, target.revision
     if target.gguf:
-        source = str(_converted(_gguf_file(target), say))
+        source = str(_converted(gguf_file(target), say))
     is_folder = Path(source).is_dir()
     options: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
     if not is_folder:
@@ -222,7 +222,7 @@ def num_weights(model: PreTrainedModel) -> int:
     return total - head.weight.numel() if is_copied else total
 
 
-def _gguf_file(target: TargetConfig) -> Path:
+def gguf_file(target: TargetConfig) -> Path:
     """The GGUF file, found in the package's metadata without importing it."""
     if not target.package:
         path = Path(target.path)
@@ -243,14 +243,23 @@ def _gguf_file(target: TargetConfig) -> Path:
     )
 
 
+def is_plain(target: TargetConfig) -> bool:
+    """Whether opening a target converts nothing: it is no GGUF file, or was converted before."""
+    return not target.gguf or (_folder_of(gguf_file(target)) / CONVERTED).is_file()
+
+
+def _folder_of(gguf: Path) -> Path:
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+    digest = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
+    return cache_folder() / "targets" / f"{gguf.stem}-{digest}"
+
+
 def _converted(gguf: Path, say: Callable[[str], None] | None) -> Path:
     """A plain folder made from a GGUF file, kept under its name and the digest of its head and
     size.
     """
-    with gguf.open("rb") as file:
-        head = file.read(1 << 20)
-    digest = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
-    folder = cache_folder() / "targets" / f"{gguf.stem}-{digest}"
+    folder = _folder_of(gguf)
     if (folder / CONVERTED).is_file():
         return folder
     if say is not None:

@@ -58,6 +58,9 @@ def run_stages(config: Config, folder: Path) -> None:
     """
     validate(config)
     run = Run.open(config, folder)
+    if config.stage is Stage.plan:
+        _load("train.plan", "plan")(config, run, Screen())
+        return
     wanted = PIPELINE if config.stage is Stage.all else (config.stage,)
     check_ahead(config, wanted)  # before the tracker: a typing error is no run on a dashboard
     with open_tracker(config, run) as tracker:
