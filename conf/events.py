@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+EVENTS = "events.jsonl"  # in the run folder
+
 
 class EventFile:
     """A line has `time` (UTC), `kind` (event, message, summary, table, images, artifact) and the

@@ -10,8 +10,6 @@ import functools
 import json
 import os
 import re
-import secrets
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,19 +18,16 @@ from typing import TYPE_CHECKING, Any, Self
 from conf.choices import TrackerKind
 from conf.console import Bar, Screen, Value
 from conf.contracts import MANIFEST
-from conf.events import EventFile, as_json
-from conf.run import Run, process_rank, write_atomically
-from conf.schema import Config, as_tree
+from conf.dashboard import ONLINE_SECONDS, reason_of, start_wandb
+from conf.events import EVENTS, EventFile, as_json
+from conf.run import Run, process_rank
+from conf.schema import Config
 
 if TYPE_CHECKING:
     import wandb
 
-EVENTS = "events.jsonl"
-WANDB_ID = "wandb_id"
 UPLOADED = {".json", ".html", ".md", ".png"}  # files an artifact carries; it refers to all others
 UPLOADED_BYTES = 8 << 20
-ONLINE_SECONDS = 60  # to wait for W&B's server at the start, and for each artifact to link to
-FINISH_SECONDS = 120  # to wait for uploads at the end
 
 
 def open_tracker(config: Config, run: Run, screen: Screen | None = None) -> Tracker:
@@ -43,7 +38,7 @@ def open_tracker(config: Config, run: Run, screen: Screen | None = None) -> Trac
     """
     tracker = Tracker(run, screen or Screen())
     if config.tracker.kind is TrackerKind.wandb and tracker.writes:
-        tracker.attach(_start_wandb(config, run, tracker.message))
+        tracker.attach(start_wandb(config, run, tracker.message))
     return tracker
 
 
@@ -220,7 +215,7 @@ class Tracker:
             if what not in self._refused:
                 self._refused.add(what)
                 self.message(
-                    f"W&B did not take the {what} ({_reason(failure)}). "
+                    f"W&B did not take the {what} ({reason_of(failure)}). "
                     f"The run goes on: the console and {EVENTS} have everything."
                 )
 
@@ -257,105 +252,6 @@ def _fingerprint(folder: Path) -> str | None:
     """Of a finished artefact, from its manifest."""
     path = folder / MANIFEST
     return json.loads(path.read_text("utf-8")).get("fingerprint") if path.is_file() else None
-
-
-def _reason(failure: Exception) -> str:
-    text = " ".join(str(failure).split())
-    return f"{type(failure).__name__}: {text[:200]}" if text else type(failure).__name__
-
-
-# ---------------------------------------------------------------- W&B
-
-
-def _start_wandb(config: Config, run: Run, say: Callable[[str], None]) -> wandb.Run | None:
-    """The W&B run of this folder, continued if there is one; None, and a sentence, without it."""
-    try:
-        import wandb
-
-        mode, why = _mode()
-        if mode == "disabled":
-            say(f"W&B is off ({why}).")
-            return None
-        try:
-            tracked = _init_wandb(config, run, mode)
-        except wandb.Error as refused:
-            if mode == "offline":
-                raise
-            mode, why = "offline", f"the server did not accept the run, {_reason(refused)}"
-            wandb.teardown()  # the refused run holds its id until its service is gone
-            tracked = _init_wandb(config, run, mode)
-    except Exception as failure:  # not installed, disk full, no service: the run does not need it
-        say(
-            f"W&B could not start ({_reason(failure)}). The run goes on: the console and {EVENTS} "
-            "have everything; tracker=none says nothing of W&B."
-        )
-        return None
-    if mode == "offline":
-        # the pattern also takes what interrupted commands recorded; wandb sync orders the parts
-        lies = Path(tracked.dir).parent
-        parts = f"{shlex.quote(str(lies.parent))}/offline-run-*-{tracked.id}"
-        say(f"W&B is offline ({why}). The run lies in {lies}")
-        say(f"To upload it: wandb sync {parts}")
-    return tracked
-
-
-def _init_wandb(config: Config, run: Run, mode: str) -> wandb.Run:
-    import wandb
-
-    identity = run.folder / WANDB_ID
-    if not identity.is_file():
-        write_atomically(identity, secrets.token_hex(4))
-    return wandb.init(
-        project=config.tracker.project,
-        entity=config.tracker.entity or None,
-        name=run.name,
-        tags=list(config.tracker.tags),
-        config=as_tree(config),
-        dir=run.folder,
-        id=identity.read_text("utf-8").strip(),
-        resume="allow",
-        mode=mode,  # type: ignore[arg-type]
-        reinit="create_new",  # never the run that other code here may have open
-        settings=_settings(),
-    )
-
-
-def _settings() -> wandb.Settings:
-    """Quiet, no capture of the console (rich draws on it), nothing that waits without end."""
-    import wandb
-
-    return wandb.Settings(
-        silent=True,
-        quiet=True,
-        console="off",
-        disable_job_creation=True,
-        init_timeout=ONLINE_SECONDS,
-        finish_timeout=FINISH_SECONDS,
-    )
-
-
-def _mode() -> tuple[str, str]:
-    """W&B's mode and the reason. Reads the environment, wandb's settings and the netrc file only.
-
-    wandb.init itself would ask a person without credentials a question, so it is never reached
-    in an online mode without them.
-    """
-    import wandb
-    from wandb.sdk.lib import wbauth
-
-    settings = wandb.setup(_settings()).settings
-    asked = os.environ.get("WANDB_MODE")
-    mode = asked or settings.mode
-    why = f"WANDB_MODE={asked}" if asked else "wandb's settings say so"
-    if mode in ("disabled", "offline", "dryrun"):
-        return "disabled" if mode == "disabled" else "offline", why
-    try:
-        credentials = wbauth.authenticate_session(
-            host=settings.base_url, source="draftsmith", prompt=False, update_session=False
-        )
-    except wandb.errors.AuthenticationError as broken:
-        return "offline", _reason(broken)
-    return (mode, why) if credentials else ("offline", "not logged in")
 
 
 def _add_files(artifact: wandb.Artifact, folder: Path) -> None:

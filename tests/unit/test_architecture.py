@@ -24,7 +24,7 @@ ROOMS = {
 HOMES = {
     "hydra": {"conf/schema.py", APP},
     "omegaconf": {"conf/groups.py", "conf/schema.py", APP},
-    "wandb": {"conf/tracking.py"},
+    "wandb": {"conf/tracking.py", "conf/dashboard.py"},
 }
 PUBLISHER = "models/publish.py"
 UPLOADS = {

@@ -13,15 +13,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from conf.contracts import MANIFEST, Report
-from eval.report import (
+from eval.plots import (
     PLOTS,
     STYLE,
     render_plots,
     speedup_by_gamma,
     tokens_per_target_call,
     where_time_goes,
-    write_report,
 )
+from eval.report import write_report
 from eval.table import COLUMNS, acceptance_interval, reproduce_command, summary_table
 from tests.reports import SPARSE, example_report, example_result
 

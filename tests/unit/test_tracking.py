@@ -283,7 +283,7 @@ def test_logged_in_means_online(
         (tmp_path / "netrc").write_text(f"machine 127.0.0.1:9\n  login user\n  password {key}\n")
     else:
         monkeypatch.setenv(place, key)
-    monkeypatch.setattr("conf.tracking.ONLINE_SECONDS", 1)
+    monkeypatch.setattr("conf.dashboard.ONLINE_SECONDS", 1)
     shown, console = screen()
     with open_tracker(configured(), run, shown) as tracker:
         tracker.event("distill/train", {"loss": 1.0}, step=1)
