@@ -138,8 +138,8 @@ def _training(draft: Draft, recipe: Mapping[str, Any]) -> str:
         f"recorded. The draft started as {start}. It was distilled on "
         f"{count_text(draft.num_tokens_seen)} answer tokens in {plural(draft.num_steps, 'step')} "
         f"({draft.seconds / 60:.1f} minutes){how}; step {draft.best_step} was kept. On recorded "
-        f"validation answers its expected acceptance went from {acceptance_text(expected.before)} to "
-        f"{acceptance_text(expected.after)}, a lower bound, since the recording is sparse.",
+        f"validation answers its expected acceptance went from {acceptance_text(expected.before)}"
+        f" to {acceptance_text(expected.after)}, a lower bound, since the recording is sparse.",
     ]
     sources = group_of(recipe, "data", "sources")
     if sources:

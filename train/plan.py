@@ -19,7 +19,7 @@ from models.anatomy import anatomy_of, read_config
 from models.jobs import USUAL_LENGTH, size_of
 from models.load import set_threads
 from train.estimate import held_bytes
-from train.plan_stages import Place, StagePlan, expected_jobs, gib, prepare, too_large
+from train.plan_stages import Place, StagePlan, expected_jobs, gib, prepare, too_busy, too_large
 from train.plan_work import Work
 from train.rates import Rates, stated
 from train.rates_measured import measured_here
@@ -69,9 +69,11 @@ def reckon(config: Config, run: Run, program: float) -> Plan:
     work = Work(
         config, place, target, jobs, longest if counted else config.generate.max_prompt_tokens
     )
+    warnings = []
     if config.plan.device:
         rates: Rates = stated(config.plan.device, target)
     else:
+        warnings += too_busy(place)
         cached = work.num_rows * work.longest * target.cache_per_layer
         rates = measured_here(config, model_config, target, cached)
     size = size_of(jobs, config.generate, model_config)
@@ -93,7 +95,7 @@ def reckon(config: Config, run: Run, program: float) -> Plan:
             f"{len(jobs)} answers; prompts of {work.mean_prompt:.0f} tokens ({prompts}); answers"
             f" of {work.length:.0f}, {USUAL_LENGTH:.0%} of generate.max_new_tokens",
         ],
-        warnings=[line for stage in stages for line in too_large(stage, place)],
+        warnings=[*warnings, *(line for stage in stages for line in too_large(stage, place))],
         stages=stages,
     )
 

@@ -26,6 +26,7 @@ from train.estimate import GIB
 USUAL_PROMPT, USUAL_CHARS, PROMPT_BYTES = 0.3, 0.2, 130
 # a second's bytes of a JSON lines file; a prompt's own time, and what starts before the first
 READ_BYTES, PROMPT_SECONDS, PREPARE_SECONDS = 28e6, 1e-3, 3.0
+SECONDS_TO_SEE, BUSY = 0.5, 0.25  # how long, and from which share of all cores on
 COMPILER_BYTES = 0.6 * GIB
 # of preparing: the program, which needs no torch; generators and streams; a document's objects over
 # its bytes
@@ -140,6 +141,17 @@ def too_large(stage: StagePlan, place: Place) -> list[str]:
     return [
         f"{stage.stage} takes {gib(stage.peak)} of {gib(place.room)}, most of it {largest}."
         f" {way_out}."
+    ]
+
+
+def too_busy(place: Place) -> list[str]:
+    """What to say before rates are measured on cores that others use; waits a moment to see."""
+    busy = psutil.cpu_percent(SECONDS_TO_SEE) / 100
+    if not place.on_cpu or busy < BUSY:
+        return []
+    return [
+        f"other work keeps {busy:.0%} of this machine busy, and the times are measured beside it. A"
+        " plan made while it is idle says less."
     ]
 
 
