@@ -80,9 +80,10 @@ class Measured:
     def _timed(self, engine: Engine, num_rows: int, context: int, longest: int) -> float:
         tokens_B1 = torch.full((num_rows, 1), 5, device=self.device)
         positions_B1 = torch.full((num_rows, 1), context, device=self.device)
-        run: Callable[[], object] = lambda: engine.forward(  # noqa: E731
-            tokens_B1, positions_B1, longest=longest
-        )
+
+        def run() -> object:
+            return engine.forward(tokens_B1, positions_B1, longest=longest)
+
         return self._scale * self._least(run)
 
     def reading(self, all_logits: bool) -> float:
