@@ -46,7 +46,7 @@ REFUSED_BY_THE_DISK = {
     *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
 }
 
-SHOW_SETTINGS = "`python -m train --cfg job` shows every setting, conf/groups.py its type and unit."
+SHOW_SETTINGS = "`python -m train --cfg job` shows every setting, conf/groups its type and unit."
 
 failures: list[str] = []  # sentences for the end of the command, one per failed job of a multirun
 

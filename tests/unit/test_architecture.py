@@ -23,7 +23,7 @@ ROOMS = {
 # library -> the only files that may import it
 HOMES = {
     "hydra": {"conf/schema.py", APP},
-    "omegaconf": {"conf/groups.py", "conf/schema.py", APP},
+    "omegaconf": {"conf/groups/models.py", "conf/schema.py", APP},
     "wandb": {"conf/tracking.py", "conf/dashboard.py"},
 }
 PUBLISHER = "models/publish.py"

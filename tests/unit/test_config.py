@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
     "misspelt key": (["optim.lrr=1"], ["optim.lrr", "Did you mean optim.lr?", "--cfg job"]),
     "misspelt group": (["optm.lr=1"], ["optm.lr", "Did you mean optim.lr?"]),
     "added key": (["+optim.foo=1"], ["optim.foo", "Remove it"]),
-    "wrong type": (["optim.lr=fast"], ["optim.lr=fast", "Float", "conf/groups.py"]),
+    "wrong type": (["optim.lr=fast"], ["optim.lr=fast", "Float", "conf/groups"]),
     "fraction": (["data.num_train=2.5"], ["data.num_train=2.5", "Integer"]),
     "no list": (["eval.gammas=3"], ["eval.gammas=3", "list"]),
     "no choice": (["objective.divergence=kl"], ["objective.divergence=kl", "forward_kl"]),

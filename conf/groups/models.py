@@ -1,0 +1,125 @@
+"""The target, its recorded answers, and the draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from conf.choices import (
+    DraftInit,
+    DraftVocab,
+    Dtype,
+    LayerRule,
+)
+from conf.errors import require
+
+
+@dataclass
+class TargetConfig:
+    """The model whose decoding is to be made faster."""
+
+    path: str = MISSING  # Hub id or local folder; with `package`: the file inside that distribution
+    package: str = ""  # installed distribution that ships the weights
+    gguf: bool = False  # the weights are one GGUF file, converted once into the cache folder
+    revision: str = "main"
+    # auto: weights rounded to bfloat16; a CPU that cannot multiply it computes in float32
+    dtype: Dtype = Dtype.auto
+    system_prompt: str = ""  # empty: what the chat template does by itself
+    trust_remote_code: bool = False
+
+
+@dataclass
+class GenerateConfig:
+    """The target answers the prompts; its distribution at each generated position is recorded."""
+
+    # cycled over the answers
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    answers_per_prompt: int = 1
+    max_new_tokens: int = 192
+    max_prompt_tokens: int = 224
+    batch_size: int = 128  # rows decoded together
+    # recorded of a position: its likeliest ids until they hold this probability, at most so many
+    mass: float = 0.95
+    top_k: int = 32
+    # also record the laws of a training prompt's own tokens, which reading it computes: more to
+    # learn from for little
+    record_prompts: bool = True
+    # at most so many training positions keep their final hidden state, for the warm start
+    warm_start_tokens: int = 32768
+    rows_per_shard: int = 256
+    max_gib: float = 8.0  # refuse a recording larger than this
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.temperatures) > 0 and all(0 <= t < 100 for t in self.temperatures),
+            "generate.temperatures",
+            list(self.temperatures),
+            "a temperature is a finite number of 0 (greedy) or more, and at least one is needed",
+            "Use for example [0.0,1.0]",
+        )
+        for key in ("max_new_tokens", "max_prompt_tokens", "batch_size", "top_k", "rows_per_shard"):
+            value = getattr(self, key)
+            require(value >= 1, f"generate.{key}", value, "it must be positive", "Use 1 or more")
+        require(
+            0 < self.mass <= 1,
+            "generate.mass",
+            self.mass,
+            "it is the probability that recorded ids are to hold",
+            "Use more than 0 and up to 1; 1 records generate.top_k ids of every position",
+        )
+        require(
+            self.answers_per_prompt >= 1,
+            "generate.answers_per_prompt",
+            self.answers_per_prompt,
+            "no answers would be generated",
+            "Use 1 or more",
+        )
+
+
+@dataclass
+class DraftConfig:
+    """The small model."""
+
+    init: DraftInit = DraftInit.layers
+    layer_rule: LayerRule = LayerRule.first
+    num_layers: int = 4
+    # explicit target layers; overrides layer_rule and num_layers
+    layers: list[int] = field(default_factory=list)
+    warm_start: bool = True  # closed-form head from hidden-state statistics (init=layers)
+    ridge: float = 1e-3  # regularisation of the warm start, relative to the mean diagonal
+    pretrained: str = ""  # Hub id or folder (init=pretrained)
+    vocab: DraftVocab = DraftVocab.same  # whose tokens a pretrained draft reads
+    train_embeddings: bool = False
+    # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
+    hot_vocab: int = 8192
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_layers >= 1 or bool(self.layers),
+            "draft.num_layers",
+            self.num_layers,
+            "a draft needs a layer",
+            "Use 1 or more",
+        )
+        require(
+            self.init is not DraftInit.pretrained or bool(self.pretrained),
+            "draft.pretrained",
+            repr(self.pretrained),
+            "draft.init=pretrained needs a model to start from",
+            "Set draft.pretrained to a Hub id or a folder",
+        )
+        require(
+            self.init is DraftInit.pretrained or self.vocab is DraftVocab.same,
+            "draft.vocab",
+            self.vocab,
+            "the target's own layers read the target's tokens",
+            "Leave it out, or name a draft of another tokenizer with draft=pretrained",
+        )
+        require(
+            self.hot_vocab >= 0,
+            "draft.hot_vocab",
+            self.hot_vocab,
+            "it counts vocabulary ids",
+            "Use 0 for the whole vocabulary",
+        )
