@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from models.decoding.cache import RaggedCache
 from models.decoding.kernels import HEAD_MULTIPLE, FewRowsLinear, has_kernels
+from models.decoding.pages import on_large_pages
 from models.decoding.quantized import Int8Linear
 from models.decoding.tree import Branches
 
@@ -32,14 +33,15 @@ NETWORK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class NativeSteps:
-    """A model's steps over a ragged cache of up to `capacity` tokens. The model must not be changed
-    afterwards.
+    """A model's steps over a ragged cache of up to `capacity` tokens. Its weights are moved to large
+    pages; it must not be changed afterwards.
 
     Everything but weights and cache is float32, also of bfloat16 models. A token's logits do not
     depend on the other tokens of its call.
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int):
+        on_large_pages([*_linears(model)])
         config = model.config
         body: Any = model.model
         embedding: Any = model.get_input_embeddings()
@@ -142,11 +144,11 @@ def _linear(name: str, module: Any) -> dict[str, Tensor]:
 
 
 def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """What stands where linear layers belong."""
-    yield model.get_output_embeddings()
+    """What stands where linear layers belong, in the order in which a step reads it."""
     for layer in model.model.layers:
         yield from (getattr(layer.self_attn, name) for name in ATTENTION.values())
         yield from (getattr(layer.mlp, name) for name in NETWORK.values())
+    yield model.get_output_embeddings()
 
 
 def _sees_all(model: PreTrainedModel) -> bool:

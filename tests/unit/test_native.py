@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from models.decoding.engine import Engine
 from models.decoding.kernels import has_kernels, use_kernel
 from models.decoding.native import MOST_TOKENS, NativeSteps
+from models.decoding.pages import LINE
 from models.decoding.quantized import quantize
 from models.decoding.tree import ROOT, Branches, Tree
 from tests.families import FAMILIES, tiny_family
@@ -232,3 +233,20 @@ def test_calls_of_many_tokens_go_through_the_modules() -> None:
     most = MOST_TOKENS[torch.float32]
     assert native.takes(torch.zeros(1, most)) and native.takes(torch.zeros(most, 1))
     assert not native.takes(torch.zeros(1, most + 1))
+
+
+def test_weights_move_to_one_place_and_stay_what_they_are() -> None:
+    model = wide("llama", tie_word_embeddings=True)
+    quantize(model.model.layers[0])
+    use_kernel(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert NativeSteps.of(model, CAPACITY) is not None
+    layers = model.model.layers
+    moved = [layers[0].mlp.up_proj, layers[1].mlp.up_proj, model.lm_head]
+    assert len({module.weight.untyped_storage().data_ptr() for module in moved}) == 1
+    assert all(module.weight.data_ptr() % LINE == 0 for module in moved)
+    places = [module.weight.data_ptr() for module in moved]
+    assert NativeSteps.of(model, CAPACITY) is not None  # again: nothing moves
+    assert places == [module.weight.data_ptr() for module in moved]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
