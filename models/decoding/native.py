@@ -33,8 +33,8 @@ NETWORK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class NativeSteps:
-    """A model's steps over a ragged cache of up to `capacity` tokens. Its weights are moved to large
-    pages; it must not be changed afterwards.
+    """A model's steps over a ragged cache of up to `capacity` tokens. Its weights are moved to
+    large pages; it must not be changed afterwards.
 
     Everything but weights and cache is float32, also of bfloat16 models. A token's logits do not
     depend on the other tokens of its call.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,7 @@ def on_large_pages(modules: Sequence[nn.Module]) -> None:
     """Move the weights of modules, in their order, in place; done before is done. Where large pages
     are not to be had they lie on small ones.
     """
-    weights = [module.weight for module in modules]
-    assert all(isinstance(weight, Tensor) for weight in weights)
+    weights: list[Any] = [module.weight for module in modules]
     places = [0]
     for weight in weights:
         places.append(places[-1] + -(-weight.nbytes // LINE) * LINE)
