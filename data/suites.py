@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain, islice, zip_longest
 
+from conf.choices import Turns
 from conf.contracts import Prompt
 from conf.errors import require
 from conf.groups import EvalConfig
@@ -23,7 +24,9 @@ def suite_candidates(config: EvalConfig) -> dict[str, list[Candidate]]:
     for name, source in sorted(config.suites.items()):
         key = f"eval.suites.{name}"
         limit = None if count_known(source) or source.stop >= 0 else STREAMED
-        suites[name] = list(islice(Source(name, key, source, SUITE_SEED), limit))
+        suites[name] = list(
+            islice(Source(name, key, source, SUITE_SEED, default_turns=Turns.last), limit)
+        )
         require(
             bool(suites[name]),
             key,

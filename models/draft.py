@@ -265,3 +265,10 @@ def rank_vocabulary(rows: Iterable[Row], vocab_size: int) -> Tensor:
         mass.index_add_(0, answer.top_ids.flatten(), laws.flatten())
         mass.index_add_(0, row.generated, torch.ones(len(row.generated), dtype=torch.float64))
     return mass.sort(descending=True, stable=True).indices
+
+
+def choose_hot_ids(config: DraftConfig, rows: Iterable[Row], vocab_size: int) -> Tensor | None:
+    """Ids that the draft proposes, in order; None: all."""
+    if not 0 < config.hot_vocab < vocab_size:
+        return None
+    return rank_vocabulary(rows, vocab_size)[: config.hot_vocab].sort().values

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -18,13 +19,20 @@ from conf.run import Resume, Run, determined, process_rank, provenance
 from conf.schema import Config
 from conf.tracking import Tracker
 from data.chat import show_supervision
-from data.codec import VERSION, cut_at_mass
-from data.shards import Row
+from data.codec import VERSION
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import SHALLOW, Engine
-from models.jobs import Job, plan_jobs, require_room
+from models.jobs import Job, at_their_longest, next_turn, plan_jobs, require_room
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
-from models.recording import Writer, answers_on_disk, reopen_if_damaged, take_stock
+from models.recording import (
+    Writer,
+    answers_on_disk,
+    answers_to,
+    reopen_if_damaged,
+    row_of,
+    take_stock,
+)
+from models.remote import Remote
 
 REPORT_SECONDS = 20.0
 
@@ -38,6 +46,7 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     """
     corpus = Corpus.read(run.corpus)
     made_by = determined(config, "generate", "target", corpus=corpus.fingerprint, codec=VERSION)
+    made_by["generate"] = config.generate.what_determines(made_by["generate"])
     folder = run.shared("lessons", made_by)
     if run.resume(folder, Lessons, made_by) is Resume.complete:
         lessons = Lessons.read(folder)
@@ -56,22 +65,29 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     jobs, num_skipped = plan_jobs(config, run, target)
     start = time.perf_counter()
     done = answers_on_disk(folder, process_rank(), tracker.message)
-    require_room(config, jobs, done, target.config, folder, tracker.message)
-    model = load_model(target, config.target, device_of(config.runtime))
-    seconds, num_tokens = _answer_jobs(config, target, model, jobs, done, folder, tracker)
+    planned = at_their_longest(jobs, config.generate)
+    require_room(config, planned, done, target.config, folder, tracker.message)
+    teacher: BuiltIn | Remote
+    if config.generate.sees_inside:
+        teacher = BuiltIn(config, target)
+    else:
+        teacher = Remote(config, target, tracker.message)
+    seconds, num_tokens = _answer_jobs(config, target, teacher, jobs, done, folder, tracker)
     PartialState().wait_for_everyone()
     if process_rank() != 0:
         PartialState().wait_for_everyone()
         return Lessons.read(folder)
-    splits, mean_mass = take_stock(folder, config.generate.max_new_tokens)
+    splits, mean_mass = take_stock(folder, target.stop_ids)
     num_laws = sum(split.num_laws for split in splits.values())
     lessons = Lessons(
         fingerprint=folder.resolve().name.removeprefix("lessons-"),
         determined_by=made_by,
-        provenance=provenance(config.seed, str(model.device), time.perf_counter() - start),
-        target=describe(target, config.target, model),
+        provenance=provenance(config.seed, teacher.device, time.perf_counter() - start),
+        target=describe(target, config.target, teacher.model),
+        engine=teacher.manifest(),
         splits=splits,
         num_skipped_prompts=num_skipped,
+        num_unanswered=len(planned) - sum(split.num_rows for split in splits.values()),
         top_k=config.generate.top_k,
         mean_recorded_mass=mean_mass,
         bytes_per_token=sum(
@@ -92,44 +108,73 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     return lessons
 
 
+class BuiltIn:
+    """Our own engine, with the target's weights in this process."""
+
+    def __init__(self, config: Config, target: Target) -> None:
+        self.config, self.target = config, target
+        self.model = load_model(target, config.target, device_of(config.runtime))
+        self.device = str(self.model.device)
+
+    def record(self, jobs: Sequence[Job], writer: Writer) -> Iterator[Answer]:
+        """Answer jobs, none of which waits for another, and write what was recorded."""
+        generator = open_generator(self.config, self.target, self.model, jobs)
+        try:
+            yield from record(self.config, generator, jobs, writer)
+        finally:
+            generator.close()
+
+    def manifest(self) -> dict[str, Any]:
+        """What is to be known of the recording."""
+        return {"kind": "builtin"}
+
+
 def _answer_jobs(
     config: Config,
     target: Target,
-    model: PreTrainedModel,
+    teacher: BuiltIn | Remote,
     jobs: list[Job],
     done: set[int],
     folder: Path,
     tracker: Tracker,
 ) -> tuple[float, int]:
-    """Generate what is missing; returns the seconds spent generating and the tokens generated."""
+    """Generate what is missing, the first turn of every conversation, then the second and so on;
+    returns the seconds spent generating and the tokens generated.
+    """
     settings = config.generate
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = process_rank()
-    mine = [job for job in jobs if job.index % world == rank]
-    missing = [job for job in mine if job.index not in done]
-    if not missing:
-        return 0.0, 0
-    generator = open_generator(config, target, model, missing)
+    turn = [job for number, job in enumerate(jobs) if number % world == rank]
+    mine = at_their_longest(turn, settings)
     writer = Writer(folder, target.config.vocab_size, settings.rows_per_shard, rank)
     num_tokens = 0
     start = last = time.perf_counter()
     with tracker.progress("generate", len(mine), "answers") as bar:
-        bar.advance(len(mine) - len(missing))
-        for answer in record(config, generator, missing, writer):
-            if num_tokens == 0:
-                tracker.message(
-                    "generate: one answer, what is learned between brackets: "
-                    + _sample(target, answer)
-                )
-            num_tokens += len(answer.tokens)
-            bar.advance()
-            now = time.perf_counter()
-            if now - last > REPORT_SECONDS:
-                last = now
-                values = {"tokens": num_tokens, "tokens_per_second": num_tokens / (now - start)}
-                tracker.event("generate", values, step=num_tokens)
-    generator.close()
-    return time.perf_counter() - start, num_tokens
+        bar.advance(sum(job.index in done for job in mine))
+        while turn:
+            missing = [job for job in turn if job.index not in done]
+            talked_on = {job.index for job in turn if job.follow_ups}
+            said = answers_to(folder, talked_on & done)
+            for answer in teacher.record(missing, writer) if missing else ():
+                if num_tokens == 0:
+                    tracker.message(
+                        "generate: one answer, what is learned between brackets: "
+                        + _sample(target, answer)
+                    )
+                if answer.index in talked_on:
+                    said[answer.index] = answer.tokens
+                num_tokens += len(answer.tokens)
+                bar.advance()
+                now = time.perf_counter()
+                if now - last > REPORT_SECONDS:
+                    last = now
+                    values = {"tokens": num_tokens, "tokens_per_second": num_tokens / (now - start)}
+                    tracker.event("generate", values, step=num_tokens)
+            later = (
+                next_turn(job, said[job.index], target, config) for job in turn if job.index in said
+            )
+            turn = [job for job in later if job is not None]
+    return (time.perf_counter() - start if num_tokens else 0.0), num_tokens
 
 
 def open_generator(
@@ -183,7 +228,7 @@ def record(
     for answer in generator.answer(requests()):
         job = by_index[answer.index]
         with generator.recording:
-            writer.add(job.split, _row(job, answer, settings.mass))
+            writer.add(job.split, row_of(answer, job.category, settings.mass))
         yield answer
     with generator.recording:
         writer.close()
@@ -192,19 +237,6 @@ def record(
 def _sample(target: Target, answer: Answer) -> str:
     text = [*answer.prompt, *answer.tokens]
     return repr(show_supervision(target.tokenizer, text, len(answer.ids_MK)))
-
-
-def _row(job: Job, answer: Answer, mass: float) -> Row:
-    return Row(
-        index=job.index,
-        category=job.category,
-        temperature=job.temperature,
-        prompt=torch.tensor(answer.prompt),
-        generated=torch.tensor(answer.tokens),
-        top_ids=answer.ids_MK,
-        top_log_p=cut_at_mass(answer.log_probabilities_MK, mass),
-        hidden=None if answer.hidden_ND is None else answer.hidden_ND.bfloat16(),
-    )
 
 
 def _show(lessons: Lessons, tracker: Tracker) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -32,7 +32,13 @@ ROW_BYTES, SHARD_BYTES = 32, 4096  # of what is kept once an answer, and of a fi
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to generate. Its number in the list of jobs names it for good."""
+    """One answer to generate. Its number names it for good.
+
+    A conversation of several turns to answer is as many jobs, numbered one after another. Each
+    turn's prompt is what the chat template makes of the conversation so far, the target's answers
+    in it, as a chat server would send it; each turn's own ids are what is learned from. The later
+    turns of a job are in `follow_ups`: what is said after its answer.
+    """
 
     index: int
     split: str
@@ -40,21 +46,29 @@ class Job:
     prompt: list[int]
     temperature: float
     keep_hidden: bool
+    messages: Sequence[dict[str, str]] = ()  # the conversation that `prompt` renders
+    follow_ups: Sequence[Sequence[dict[str, str]]] = ()
+
+
+# of a prompt, its split, its number there, its category, its ids and itself
+Asked = tuple[str, int, str, list[int], Prompt | None]
 
 
 def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]:
-    """Every answer to generate, in order, and the number of prompts left out as too long."""
+    """The first answer to every prompt, in order, and the number of prompts left out as too long.
+    The number of an answer counts the later turns before it.
+    """
     num_skipped = 0
 
-    def short_enough() -> Iterator[tuple[str, int, str, list[int]]]:
+    def short_enough() -> Iterator[Asked]:
         nonlocal num_skipped
         for split in SPLITS:
             for number, prompt in enumerate(read_prompts(run.corpus, split)):
-                ids = _render(target, prompt, config)
+                ids = _render(target, prompt.messages, config)
                 if len(ids) > config.generate.max_prompt_tokens:
                     num_skipped += 1
                     continue
-                yield split, number, prompt.category, ids
+                yield split, number, prompt.category, ids, prompt
 
     jobs = jobs_of(config.generate, short_enough())
     for split in SPLITS:
@@ -68,24 +82,57 @@ def plan_jobs(config: Config, run: Run, target: Target) -> tuple[list[Job], int]
     return jobs, num_skipped
 
 
-def jobs_of(
-    settings: GenerateConfig, prompts: Iterable[tuple[str, int, str, list[int]]]
-) -> list[Job]:
-    """The answers to prompts, of each its split, its number there, its category and its ids."""
+def jobs_of(settings: GenerateConfig, prompts: Iterable[Asked]) -> list[Job]:
+    """The answers to prompts, of each its split, its number there, its category, its ids
+    and, where there is one, itself."""
     jobs: list[Job] = []
+    index = 0
     temperatures = settings.temperatures
     room = settings.warm_start_tokens  # as if every answer were as long as it may be
-    for split, number, category, ids in prompts:
+    for split, number, category, ids, prompt in prompts:
+        follow_ups = prompt.follow_ups if prompt else []
         for answer in range(settings.answers_per_prompt):
             temperature = temperatures[(number + answer) % len(temperatures)]
-            room -= settings.max_new_tokens if split == "train" else 0
-            keep = split == "train" and room >= 0
-            jobs.append(Job(len(jobs), split, category, ids, temperature, keep))
+            room -= settings.max_new_tokens * (1 + len(follow_ups)) if split == "train" else 0
+            keep = split == "train" and room >= 0 and settings.sees_inside
+            job = Job(index, split, category, ids, temperature, keep)
+            if prompt:
+                job = replace(job, messages=prompt.messages, follow_ups=follow_ups)
+            jobs.append(job)
+            index += 1 + len(follow_ups)
     return jobs
 
 
-def _render(target: Target, prompt: Prompt, config: Config) -> list[int]:
-    return render_prompt(target.tokenizer, prompt.messages, config.target.system_prompt)
+def _render(target: Target, messages: Sequence[dict[str, str]], config: Config) -> list[int]:
+    return render_prompt(target.tokenizer, messages, config.target.system_prompt)
+
+
+def next_turn(job: Job, answer: Sequence[int], target: Target, config: Config) -> Job | None:
+    """The job after this one in its conversation, given what was answered; None where nothing
+    follows, or what follows is longer than `generate.max_prompt_tokens`.
+    """
+    if not job.follow_ups:
+        return None
+    said = [token for token in answer if token not in target.stop_ids]
+    text = target.tokenizer.decode(said, skip_special_tokens=True)
+    reply = {"role": "assistant", "content": str(text)}
+    messages = [*job.messages, reply, *job.follow_ups[0]]
+    prompt = _render(target, messages, config)
+    if len(prompt) > config.generate.max_prompt_tokens:
+        return None
+    return replace(
+        job, index=job.index + 1, prompt=prompt, messages=messages, follow_ups=job.follow_ups[1:]
+    )
+
+
+def at_their_longest(jobs: Iterable[Job], settings: GenerateConfig) -> list[Job]:
+    """All turns of these jobs, the later ones with prompts as long as they may be."""
+    longest = [0] * settings.max_prompt_tokens
+    return [
+        replace(job, index=job.index + turn, prompt=longest if turn else job.prompt)
+        for job in jobs
+        for turn in range(1 + len(job.follow_ups))
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,10 +162,11 @@ def _bytes(
     generated = settings.max_new_tokens * share_of_length
     num_prompt = sum(len(job.prompt) for job in jobs)
     num_laws = len(jobs) * generated
-    if settings.record_prompts:
+    if settings.record_prompts and settings.sees_inside:
         num_laws += sum(len(job.prompt) for job in jobs if job.split == "train")
     num_hidden = sum(job.keep_hidden for job in jobs) * generated
-    num_ids = round(settings.top_k * share_of_ids)
+    has_laws = settings.sees_inside or settings.server.laws
+    num_ids = round(settings.top_k * share_of_ids) if has_laws else 0
     num_files = len(jobs) / settings.rows_per_shard + 2 * len(SPLITS)
     return (
         num_laws * law_bytes(num_ids, target.vocab_size)

@@ -5,13 +5,17 @@ the end.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from conf.contracts import MANIFEST, Lessons, SplitLessons
 from conf.errors import UserError
+from data.codec import cut_at_mass
 from data.shards import Row, ShardError, check_shard, entry_of, read_shard, write_shard
+from models.decoding.autoregressive import Answer
 
 SHARDS = "*.safetensors"
 
@@ -61,6 +65,20 @@ class Writer:
             ) from None
         self.num_written += len(rows)
         rows.clear()
+
+
+def row_of(answer: Answer, category: str, mass: float) -> Row:
+    """What is kept of an answer: of each law, the likeliest ids that hold `mass`."""
+    return Row(
+        index=answer.index,
+        category=category,
+        temperature=answer.temperature,
+        prompt=torch.tensor(answer.prompt),
+        generated=torch.tensor(answer.tokens),
+        top_ids=answer.ids_MK,
+        top_log_p=cut_at_mass(answer.log_probabilities_MK, mass),
+        hidden=None if answer.hidden_ND is None else answer.hidden_ND.bfloat16(),
+    )
 
 
 def _name(split: str, rank: int, number: int) -> str:
@@ -114,7 +132,19 @@ def reopen_if_damaged(folder: Path, lessons: Lessons, say: Callable[[str], None]
     return bool(damaged)
 
 
-def take_stock(folder: Path, max_new_tokens: int) -> tuple[dict[str, SplitLessons], float]:
+def answers_to(folder: Path, wanted: Collection[int]) -> dict[int, list[int]]:
+    """Tokens of the recorded answers of these numbers."""
+    if not wanted:
+        return {}
+    return {
+        row.index: row.generated.tolist()
+        for path in sorted(folder.glob(SHARDS))
+        for row in read_shard(path)
+        if row.index in wanted
+    }
+
+
+def take_stock(folder: Path, stop_ids: Collection[int]) -> tuple[dict[str, SplitLessons], float]:
     """Read every shard back and count what is in it; also the mean probability mass the recorded
     ids cover.
     """
@@ -133,8 +163,8 @@ def take_stock(folder: Path, max_new_tokens: int) -> tuple[dict[str, SplitLesson
                 num["rows"] += 1
                 num["tokens"] += len(answer)
                 num["prompt"] += len(row.prompt)
-                num["truncated"] += len(answer) >= max_new_tokens
-                num["empty"] += len(answer) == 1
+                num["truncated"] += answer[-1] not in stop_ids
+                num["empty"] += len(answer) == 1 and answer[0] in stop_ids
                 num["looping"] += is_looping(answer)
                 num["duplicate"] += key in seen
                 seen.add(key)

@@ -49,24 +49,31 @@ CHAT_TEMPLATE = (
 
 
 @functools.cache
-def _trained_bpe(vocab_size: int, special_tokens: tuple[str, ...]) -> str:
+def _trained_bpe(
+    vocab_size: int, special_tokens: tuple[str, ...], *, ascii_only: bool = False
+) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=[] if ascii_only else pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([Path(textwrap.__file__).read_text(encoding="utf-8")], trainer)
     return tokenizer.to_str()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 300 ids with a ChatML template; pad is eos, as in the SmolLM2 family."""
+def tiny_tokenizer(*, ascii_only: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 300 ids with a ChatML template; pad is eos, as in the SmolLM2 family.
+
+    `ascii_only`: without tokens of single bytes that are part of a character.
+    """
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained_bpe(VOCAB_SIZE, SPECIAL_TOKENS)),
+        tokenizer_object=Tokenizer.from_str(
+            _trained_bpe(VOCAB_SIZE, SPECIAL_TOKENS, ascii_only=ascii_only)
+        ),
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,15 @@ from conf.run import (
 from conf.schema import Config, as_tree
 from conf.tracking import Tracker
 from conf.validate import validate_draft_layers
-from data.batches import Batch, collate, compact
+from data.batches import collate, compact
 from data.shards import Row, read_split
 from models.calibration import calibrate, laws_of
 from models.draft import (
     DraftModel,
+    choose_hot_ids,
     choose_layers,
     fit_vocabulary,
     from_layers,
-    rank_vocabulary,
     warm_start,
 )
 from models.load import (
@@ -58,7 +58,8 @@ from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
 from train.select import open_selection
-from train.supervision import needs_target, source_of
+from train.states import computed_states, recorded_states
+from train.supervision import needs_target, require_laws, source_of
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
@@ -73,6 +74,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     configuration is kept as it is.
     """
     lessons = Lessons.read(run.lessons)
+    require_laws(config, lessons)
     made_by = determined_by(config, lessons)
     if run.resume(run.draft, Draft, made_by) is Resume.complete:
         draft = Draft.read(run.draft)
@@ -94,23 +96,24 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         read_split(run.lessons, lessons.splits["validation"]), key=lambda row: row.index
     )
     model, layers = build(config, target, device)
-    hot_ids = None
-    if 0 < config.draft.hot_vocab < target.config.vocab_size:
-        hot_ids = (
-            rank_vocabulary(train, target.config.vocab_size)[: config.draft.hot_vocab].sort().values
-        )
+    hot_ids = choose_hot_ids(config.draft, train, target.config.vocab_size)
     dtype = dtype_of(config.runtime.train_dtype, device)
     head = Head(
         model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk
     )
-    if config.draft.init is DraftInit.layers and config.draft.warm_start:
-        count = warm_start(model, _with_hidden(train, device), config.draft.ridge)
-        tracker.message(f"distill: warm start from {count} recorded hidden states of the target.")
-    for row in [*train, *validation]:
-        compact(row)
     beside = None
     if needs_target(config.objective):
         beside = load_model(target, config.target, device)
+    if config.draft.init is DraftInit.layers and config.draft.warm_start:
+        states = recorded_states(train, device)
+        if lessons.engine["kind"] == "server":
+            reader = beside or load_model(target, config.target, device)
+            states = computed_states(train, reader, config.generate.warm_start_tokens)
+            del reader
+        count = warm_start(model, states, config.draft.ridge)
+        tracker.message(f"distill: warm start from {count} hidden states of the target.")
+    for row in [*train, *validation]:
+        compact(row)
     source = source_of(
         config.objective,
         seed=config.seed,
@@ -238,18 +241,6 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
     if not config.draft.train_embeddings:
         model.freeze_embeddings()
     return model, layers
-
-
-def _with_hidden(
-    rows: Sequence[Row], device: torch.device, per_batch: int = 8
-) -> Iterator[tuple[Batch, Tensor]]:
-    kept = [row.of_answer() for row in rows if row.hidden is not None]
-    for start in range(0, len(kept), per_batch):
-        part = kept[start : start + per_batch]
-        yield (
-            collate(part).to(device),
-            torch.cat([row.hidden for row in part if row.hidden is not None]).to(device),
-        )
 
 
 def write_calibration(

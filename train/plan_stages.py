@@ -88,7 +88,7 @@ def expected_jobs(config: Config, run: Run) -> tuple[list[Job], bool]:
                 pass
     usual = [0] * max(1, round(USUAL_PROMPT * config.generate.max_prompt_tokens))
     wanted = {"train": config.data.num_train, "validation": config.data.num_validation}
-    prompts = ((split, n, "", usual) for split in SPLITS for n in range(wanted[split]))
+    prompts = ((split, n, "", usual, None) for split in SPLITS for n in range(wanted[split]))
     return jobs_of(config.generate, prompts), False
 
 

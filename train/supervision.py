@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conf.choices import Supervision
-from conf.errors import ConfigError
+from conf.choices import DraftVocab, Supervision
+from conf.contracts import Lessons
+from conf.errors import ConfigError, require
 from conf.groups import ObjectiveConfig
+from conf.schema import Config
 from data.batches import Batch
 from data.shards import Row
 from models.draft import DraftModel
@@ -81,6 +83,26 @@ class Source:
     def laws(self, batch: Batch) -> TargetLaws | None:
         """Whole laws of the target; None: those in the batch."""
         return None if self.teacher is None else self.teacher.laws(batch)
+
+
+def require_laws(config: Config, lessons: Lessons) -> None:
+    """Raise ConfigError when distributions are needed that were not recorded."""
+    there = lessons.engine.get("laws", True)
+    require(
+        there or config.draft.vocab is not DraftVocab.shared,
+        "draft.vocab",
+        config.draft.vocab,
+        "such a draft is calibrated on distributions, and the lessons were recorded with"
+        " generate.server.laws=false",
+        "Record them with generate.server.laws=true under another name=",
+    )
+    require(
+        there or config.objective.source is Supervision.hard,
+        "objective.source",
+        config.objective.source,
+        "the lessons were recorded with generate.server.laws=false and hold no distributions",
+        "Use objective=hard",
+    )
 
 
 def needs_target(config: ObjectiveConfig) -> bool:

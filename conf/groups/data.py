@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from conf.choices import (
     SourceKind,
+    Turns,
 )
 from conf.errors import require
 
@@ -32,6 +33,10 @@ class SourceConfig:
     templates: list[str] = field(default_factory=list)  # instead: each record takes one of them
     # OpenAI-style messages (or MT-bench style turns) instead of `template`
     messages_column: str = ""
+    # which of their user turns are answered. `every`: one after another, each behind the target's
+    # own answers to those before, which take the place of the conversation's. `last`: the last
+    # alone, behind the conversation as it is. Empty: every; of a suite, last
+    turns: Turns | None = None
     config: str = ""  # hub: configuration name
     split: str = "train"  # hub
     revision: str = "main"  # hub
@@ -66,6 +71,9 @@ class DataConfig:
     min_chars: int = 8
     max_chars: int = 700  # of a prompt, all its turns together
     mask_personal_details: bool = True
+    # keep prompts of these languages, as [en,de], and those whose language cannot be told (a sum,
+    # code, two words). Needs the extra `languages`. Empty: all
+    languages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -10,9 +11,11 @@ from conf.choices import (
     DraftInit,
     DraftVocab,
     Dtype,
+    Engine,
     LayerRule,
 )
 from conf.errors import require
+from conf.server import ServerConfig
 
 
 @dataclass
@@ -33,19 +36,22 @@ class TargetConfig:
 class GenerateConfig:
     """The target answers the prompts; its distribution at each generated position is recorded."""
 
+    engine: Engine = Engine.builtin
+    server: ServerConfig = field(default_factory=ServerConfig)  # of engine=server
     # cycled over the answers
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     answers_per_prompt: int = 1
     max_new_tokens: int = 192
-    max_prompt_tokens: int = 224
-    batch_size: int = 128  # rows decoded together
+    max_prompt_tokens: int = 224  # of a later turn, of the conversation until there
+    batch_size: int = 128  # rows decoded together (engine=builtin)
     # recorded of a position: its likeliest ids until they hold this probability, at most so many
     mass: float = 0.95
     top_k: int = 32
     # also record the laws of a training prompt's own tokens, which reading it computes: more to
-    # learn from for little
+    # learn from for little (engine=builtin)
     record_prompts: bool = True
-    # at most so many training positions keep their final hidden state, for the warm start
+    # at most so many training positions keep their final hidden state, for the warm start; of a
+    # server's answers the distil stage computes it
     warm_start_tokens: int = 32768
     rows_per_shard: int = 256
     max_gib: float = 8.0  # refuse a recording larger than this
@@ -75,6 +81,20 @@ class GenerateConfig:
             "no answers would be generated",
             "Use 1 or more",
         )
+
+    @property
+    def sees_inside(self) -> bool:
+        """Whether the target answers in this process, so that prompts have laws and positions
+        hidden states.
+        """
+        return self.engine is Engine.builtin
+
+    def what_determines(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Of this group's JSON, what a recording depends on: not which servers there are."""
+        if self.sees_inside:
+            return {key: tree[key] for key in tree if key not in ("engine", "server")}
+        server = {key: tree["server"][key] for key in ("model", "api", "laws")}
+        return {**tree, "server": server}
 
 
 @dataclass

@@ -87,24 +87,39 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
     """The id of every text that is one token; special ones by their names, apart from plain text
     that reads alike, and the one that ends a text by what it does.
     """
-    vocabulary = tokenizer.get_vocab()
-    special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
+    special = _special(tokenizer)
+    found = {}
+    for number, text in token_bytes(tokenizer).items():
+        token = tokenizer.convert_ids_to_tokens(number)
+        if token == tokenizer.eos_token:
+            text = b"special end"
+        elif token in special:
+            text = b"special " + text
+        found[text] = number
+    return found
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """What every id adds to a text, in bytes; of special ones, their names."""
+    vocabulary, special = tokenizer.get_vocab(), _special(tokenizer)
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     is_bytes = not any(WORD_START in token for token in vocabulary)
     found = {}
     for token, number in vocabulary.items():
-        if token == tokenizer.eos_token:
-            text = b"special end"
-        elif token in special:
-            text = b"special " + token.encode()
+        if token in special:
+            text = token.encode()
         elif is_bytes and all(letter in byte_of for letter in token):
             text = bytes(byte_of[letter] for letter in token)
         elif one := ONE_BYTE.fullmatch(token):
             text = bytes.fromhex(one[1])
         else:
             text = token.replace(WORD_START, " ").encode()
-        found[text] = number
+        found[number] = text
     return found
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    return {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 
 class TranslatedDrafter(ModelDrafter):

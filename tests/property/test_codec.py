@@ -76,6 +76,17 @@ def documented_error(log_p: list[float]) -> float:
     return 2 * worst + 2**-10
 
 
+@given(recorded(), st.integers(0, 2**32))
+def test_a_law_may_have_no_ids(recording: tuple[Tensor, Tensor, int], seed: int) -> None:
+    """As of a server that leaves some out: the others are what they are without it."""
+    ids_MK, log_p_MK, vocab_size = recording
+    empty_M = torch.rand(len(ids_MK), generator=torch.Generator().manual_seed(seed)) < 0.5
+    holed = (ids_MK, log_p_MK.masked_fill(empty_M.unsqueeze(-1), UNRECORDED), vocab_size)
+    (_, whole), (_, found) = decoded(recording), decoded(holed)
+    assert bool((found[empty_M] == UNRECORDED).all())
+    assert torch.equal(found[~empty_M], whole[~empty_M][:, : found.shape[1]])
+
+
 @given(recorded())
 def test_ids_are_exact_and_log_probabilities_within_the_bound(
     recording: tuple[Tensor, Tensor, int],

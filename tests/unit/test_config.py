@@ -27,6 +27,7 @@ ROOT = CONF.parent
 NEEDED = {
     "target=hub": ["target.path=owner/name"],
     "draft=pretrained": ["draft.pretrained=owner/name"],
+    "generate=server": ["generate.server.urls=[http://localhost:8000/v1]"],
     "data=file": ["data.sources.prompts.path=README.md"],
     "eval=file": ["eval.suites.prompts.path=README.md"],
 }
@@ -125,6 +126,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "conf" / "data" / "none.yaml").write_text(
         "defaults:\n  - /schema/data/base@_here_\n  - _self_\n"
     )
+    tiny_model(num_layers=4).config.save_pretrained(folder / "weightless")
+    tiny_tokenizer().save_pretrained(folder / "weightless")
     (folder / "conf" / "data" / "absent.yaml").write_text(
         "defaults:\n  - /schema/data/base@_here_\n  - _self_\n"
         "sources: {x: {kind: package, package: no-such-package, path: a.jsonl}}\n"
@@ -264,6 +267,36 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
     "negative temperature": (
         ["generate.temperatures=[-0.5]"],
         ["generate.temperatures=[-0.5]", "Use for example"],
+    ),
+    "every turn of a suite": (
+        ["eval.suites.prompts.turns=every"],
+        ["eval.suites.prompts.turns=every", "Use last"],
+    ),
+    "no server": (["generate=server"], ["generate.server.urls=[]", "Give the address"]),
+    "no address": (
+        ["generate=server", "generate.server.urls=[localhost]"],
+        ["generate.server.urls=localhost", "http://localhost:8000/v1"],
+    ),
+    "nothing in flight": (["generate.server.in_flight=0"], ["in_flight=0", "Use 1 or more"]),
+    "a key that is not there": (
+        [
+            "generate=server",
+            "generate.server.urls=[http://a/v1]",
+            "generate.server.api_key_env=NO_K",
+        ],
+        ["generate.server.api_key_env=NO_K", "export NO_K="],
+    ),
+    "layers of a target without weights": (
+        ["generate=server", "target.path={place}/weightless", "stage=distill"],
+        ["target.path=", "no weights", "draft=pretrained"],
+    ),
+    "evaluation of a target without weights": (
+        ["generate=server", "generate.server.urls=[http://a/v1]", "target.path={place}/weightless"],
+        ["target.path=", "evaluation decodes with the target", "run stage=prepare, generate"],
+    ),
+    "laws of a black box": (
+        ["generate=server", "generate.server.urls=[http://a/v1]", "generate.server.laws=false"],
+        ["objective.source=recorded", "records no distributions", "objective=hard"],
     ),
     "temperature nan": (["eval.temperatures=[nan]"], ["eval.temperatures=[nan]", "finite"]),
     "no data": (["data=none"], ["data.sources={}", "data=mix"]),

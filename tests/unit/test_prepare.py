@@ -19,6 +19,7 @@ from conf.errors import ConfigError
 from conf.groups import DataConfig, EvalConfig, SourceConfig, TargetConfig
 from conf.run import Run
 from conf.schema import CONFIG_FOLDER, Config, register, typed
+from conf.validate import validate
 from data.prepare import prepare
 from data.prompts import read_prompts
 from data.suites import suite_prompts
@@ -255,6 +256,63 @@ def test_an_interrupted_corpus_is_made_again(config: Config) -> None:
     again, _, _ = make(config)
     assert again.num_prompts == corpus.num_prompts
     assert len(read_prompts(folder, "validation")) == 8
+
+
+GERMAN = [
+    "Warum ist der Himmel am Abend rot und nicht blau?",
+    "Schreibe mir bitte eine kurze Geschichte von einem Hund.",
+]
+FRENCH = ["Pourquoi le ciel est-il rouge le soir et pas bleu ?"]
+UNTOLD = ["12 + 30 * (4 - 7)", "x = f(y); z[3] += 1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dropped"),
+    [([], 0), (["en"], 3), (["en", "fr"], 2), (["de", "en"], 1), (["fr", "de"], 48)],
+)
+def test_prompts_of_other_languages_are_dropped_and_counted(
+    config: Config, tmp_path: Path, wanted: list[str], dropped: int
+) -> None:
+    """English templates do not hide what a record itself is written in."""
+    english = [f"Why does the {subject} matter to people who live near it?" for subject in SUBJECTS]
+    english += [f"Tell me how a {subject} looks when it is old." for subject in SUBJECTS]
+    english += [f"Who was the first to write about the {subject}?" for subject in SUBJECTS]
+    english += [f"What would happen without any {subject}?" for subject in SUBJECTS]
+    english += [f"Give me three reasons to paint a {subject} blue." for subject in SUBJECTS[:8]]
+    source = write(
+        tmp_path / "mixed.jsonl",
+        [*english, *GERMAN, *FRENCH, *UNTOLD],
+        template="Please answer this question of mine: {prompt}",
+    )
+    config.data = DataConfig(
+        sources={"mixed": source}, num_train=60, num_validation=4, languages=wanted
+    )
+    validate(config)
+    corpus = prepare(config, Run.open(config, tmp_path / "run"), Recorder())  # type: ignore[arg-type]
+    assert corpus.dropped.get("other_language", 0) == dropped
+    kept = {
+        prompt.messages[0]["content"].removeprefix("Please answer this question of mine: ")
+        for split in ("train", "validation")
+        for prompt in read_prompts(tmp_path / "run" / "corpus", split)
+    }
+    assert set(UNTOLD) <= kept
+    assert (set(GERMAN) <= kept) == (not wanted or "de" in wanted)
+    assert (set(FRENCH) <= kept) == (not wanted or "fr" in wanted)
+
+
+def test_a_language_that_cannot_be_told_is_refused(config: Config, tmp_path: Path) -> None:
+    config.data.languages = ["english"]
+    with pytest.raises(ConfigError, match=r"languages=\['english'\]: .*Use codes among .*en, "):
+        prepare(config, Run.open(config, tmp_path / "run"), Recorder())  # type: ignore[arg-type]
+
+
+def test_languages_without_the_library_are_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.data.languages = ["en"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"py3langid .* not installed. Run `make setup`, or pip"):
+        validate(config)
 
 
 def test_suite_prompts_are_the_same_each_time_and_take_turns(

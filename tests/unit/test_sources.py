@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from conf.choices import SourceKind
+from conf.choices import SourceKind, Turns
 from conf.errors import ConfigError
 from conf.groups import SourceConfig
 from data.files import parse
@@ -235,11 +235,40 @@ def test_conversations_end_with_the_user(tmp_path: Path) -> None:
         {"m": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}] * 2},
         {"m": ["first turn", "second turn"]},
     ]
-    config = SourceConfig(path=jsonl(tmp_path / "r.jsonl", rows), messages_column="m")
+    config = SourceConfig(
+        path=jsonl(tmp_path / "r.jsonl", rows), messages_column="m", turns=Turns.last
+    )
     found = {c.prompt.id: c.prompt.messages for c in Source("s", "key", config, 0)}
     assert found["s-0"] == [{"role": "user", "content": "a"}]
     assert [m["role"] for m in found["s-1"]] == ["user", "assistant", "user"]
     assert found["s-2"] == [{"role": "user", "content": "first turn"}]
+
+
+def test_every_turn_of_a_conversation_waits_for_the_answer_before(tmp_path: Path) -> None:
+    """What assistants say in it is left out; what system turns say belongs to the next user's."""
+    rows = [
+        {"m": [{"role": r, "content": f"{r}{n}"} for n, r in enumerate(roles)]}
+        for roles in (
+            ["system", "user", "assistant", "system", "user", "user", "assistant", "system"],
+            ["user", "assistant"],
+            ["assistant", "system"],
+        )
+    ]
+    rows.append({"m": ["first turn", "second turn"]})
+    config = SourceConfig(path=jsonl(tmp_path / "r.jsonl", rows), messages_column="m")
+    found = {
+        c.prompt.id: [
+            [m["content"] for m in turn] for turn in (c.prompt.messages, *c.prompt.follow_ups)
+        ]
+        for c in Source("s", "key", config, 0)
+    }
+    assert found["s-0"] == [["system0", "user1"], ["system3", "user4"], ["user5"]]
+    assert found["s-1"] == [["user0"]]
+    assert found["s-2"] == [[]]  # dropped as empty
+    assert found["s-3"] == [["first turn"], ["second turn"]]
+    config.turns = Turns.last
+    asked = {c.prompt.id: c.prompt.follow_ups for c in Source("s", "key", config, 0)}
+    assert set(map(len, asked.values())) == {0}
 
 
 # ---------------------------------------------------------------- what is wrong
