@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from models.decoding.drafters import Proposal
 from models.decoding.engine import FEW_QUERIES, Engine
 from models.decoding.growing import Growing, Held
+from models.decoding.kernels import largest
 from models.decoding.length import Look, Rule, Shape
 from models.decoding.sampling import (
     Sampling,
@@ -261,25 +263,28 @@ class ModelDrafter:
         shape: Shape,
     ) -> None:
         """Add the candidates that follow what was fed."""
-        log_q_BTH = logits_BTH.float().log_softmax(-1)
-        best_BTK = log_q_BTH.topk(min(shape.most_candidates, log_q_BTH.shape[-1]), -1)
-        entropy_BT = torch.zeros_like(best_BTK.values[..., 0])
-        if shape.sees_entropy:
-            entropy_BT = -(log_q_BTH.exp() * log_q_BTH).nansum(-1)  # 0 log 0 = 0
-        is_sampled = sampling.temperature > 0
-        q_BTH = law(logits_BTH, sampling, side=None) if is_sampled else None
+        num_best = min(shape.most_candidates, logits_BTH.shape[-1])
+        log_best_BTK, best_BTK = largest(logits_BTH, num_best, is_law=True)
         # all that the host looks at in one copy; float32 holds every id
-        largest_BTK = best_BTK.values.exp()
-        parts = (largest_BTK, best_BTK.indices.to(largest_BTK), entropy_BT.unsqueeze(-1))
-        seen_BTX = torch.cat(parts, -1).cpu()
-        check_finite(seen_BTX, "draft", _positions(drafts, fed, seen_BTX.shape[1]))
-        num_largest = largest_BTK.shape[-1]
-        for row, (draft, seen_TX) in enumerate(zip(drafts, seen_BTX.tolist(), strict=True)):
+        parts = [log_best_BTK, best_BTK.to(log_best_BTK)]
+        log_q_BTH, q_BTH = logits_BTH, None
+        if sampling.temperature > 0 or shape.sees_entropy:
+            log_q_BTH = logits_BTH.float().log_softmax(-1)
+        if shape.sees_entropy:
+            parts.append(-(log_q_BTH.exp() * log_q_BTH).nansum(-1, keepdim=True))  # 0 log 0 = 0
+        if sampling.temperature > 0:
+            q_BTH = law(logits_BTH, sampling, side=None)
+        seen_BTX = torch.cat(parts, -1).tolist()
+        if any(x != x for seen_TX in seen_BTX for seen in seen_TX for x in seen):
+            at = _positions(drafts, fed, len(seen_BTX[0]))
+            check_finite(torch.tensor(seen_BTX), "draft", at)
+        for row, (draft, seen_TX) in enumerate(zip(drafts, seen_BTX, strict=True)):
             draft.newest = []
             for place, parent in enumerate(fed[row]):
-                *numbers, entropy = seen_TX[place]
-                largest, ids = numbers[:num_largest], numbers[num_largest:]
-                confidences = shape.confidences(Look(largest, entropy))
+                seen = seen_TX[place]
+                chances, ids = [*map(math.exp, seen[:num_best])], seen[num_best : 2 * num_best]
+                entropy = seen[-1] if shape.sees_entropy else 0.0
+                confidences = shape.confidences(Look(chances, entropy))
                 survival = draft.survival(parent)
                 num = shape.num_candidates(confidences, survival, len(draft.tree))
                 chosen = [*map(int, ids[: min(num, draft.room - len(draft.tree))])]

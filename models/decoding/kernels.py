@@ -81,6 +81,19 @@ def can_attend(q: Tensor, mask: Tensor) -> bool:
     )
 
 
+def largest(x: Tensor, num: int, *, is_law: bool = False) -> tuple[Tensor, Tensor]:
+    """The `num` largest of the last dimension and their places, the first of equal ones first if it
+    is one or the kernels are there; logits come as log-probabilities if `is_law`. A NaN is larger
+    than any number.
+    """
+    if _is_loaded and x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
+        found: tuple[Tensor, Tensor] = torch.ops.draftsmith.largest(x, num, is_law)
+        return found
+    x = x.float().log_softmax(-1) if is_law else x
+    values, places = x.max(-1, keepdim=True) if num == 1 else x.topk(num, -1)
+    return values, places
+
+
 _is_loaded = False
 
 
@@ -95,6 +108,7 @@ def has_kernels() -> bool:
         torch.ops.load_library(str(path))
         torch.library.register_fake("draftsmith::linear")(_linear_shape)
         torch.library.register_fake("draftsmith::attention")(_attention_shape)
+        torch.library.register_fake("draftsmith::largest")(_largest_shape)
         _is_loaded = True
     return _is_loaded
 
@@ -105,6 +119,11 @@ def _linear_shape(x: Tensor, weight: Tensor, _scale: Tensor | None, _bias: Tenso
 
 def _attention_shape(q: Tensor, _k: Tensor, _v: Tensor, _mask: Tensor, _scaling: float) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+def _largest_shape(x: Tensor, num: int, _is_law: bool) -> tuple[Tensor, Tensor]:
+    values = x.new_empty(*x.shape[:-1], num, dtype=torch.float32)
+    return values, values.long()
 
 
 def _library() -> Path | None:

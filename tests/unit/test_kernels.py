@@ -203,3 +203,34 @@ def test_what_the_library_is_made_of_names_it(monkeypatch: pytest.MonkeyPatch) -
 
 def _refuse(*_: object, **__: object) -> None:
     raise OSError("no")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 15, 256, 257, 1000])
+def test_the_largest_are_found_in_order_and_the_first_of_equal_ones_first(
+    size: int, dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(size)
+    x = (torch.randn(3, 2, size, generator=rng) * 3).to(dtype)
+    x[0, 0] = x[0, 0].round()  # many are equal
+    num = min(5, size)
+    values, places = kernels.largest(x, num)
+    want = torch.sort(x.float(), dim=-1, descending=True, stable=True)
+    assert torch.equal(values, want.values[..., :num])
+    assert torch.equal(places, want.indices[..., :num])
+    laws, again = kernels.largest(x, num, is_law=True)
+    assert torch.equal(again, places)
+    exact = x.double().log_softmax(-1).gather(-1, places)
+    torch.testing.assert_close(laws.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_no_number_is_the_largest() -> None:
+    x = torch.randn(2, 600)
+    x[0, 3], x[1, 599] = torch.inf, torch.nan
+    values, places = kernels.largest(x, 2)
+    assert values[0, 0] == torch.inf and values[0, 1].isfinite()
+    assert values[1].isnan().all() and places[1].tolist() == [599, 599]
+    x[0] = -torch.inf
+    x[0, 500] = 1.0
+    assert kernels.largest(x, 1, is_law=True)[0][0] == 0
+    assert kernels.largest(x, 3)[1][0].unique().numel() == 3
