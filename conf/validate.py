@@ -118,28 +118,32 @@ def _validate_server(config: Config) -> None:
 
 
 def _validate_objective(objective: ObjectiveConfig) -> None:
-    need_laws = sorted(objective.divergences - {Divergence.cross_entropy})
-    require(
-        objective.source is not Supervision.hard or not need_laws,
-        "objective.source",
-        objective.source,
-        f"the target's tokens alone do not give {', '.join(need_laws)}, which needs distributions",
-        "Use objective=hard, or another source",
-    )
-    require(
-        objective.source is not Supervision.hard or not objective.reference,
-        "objective.reference",
-        objective.reference,
-        "positions are selected by distributions, and objective.source=hard has none",
-        "Use another source, or no reference",
-    )
-    require(
-        objective.source is not Supervision.on_policy or not objective.reads_tokens,
-        "objective.source",
-        objective.source,
-        "cross_entropy needs tokens that the target wrote, and here the draft writes some",
-        "Leave cross_entropy out, or use objective.source=online",
-    )
+    for key in ("source", "finish_source"):
+        teacher = getattr(objective, key)
+        minimised = {each for who, each in objective.taught() if who is teacher}
+        need_laws = sorted(minimised - {Divergence.cross_entropy})
+        require(
+            teacher is not Supervision.hard or not need_laws,
+            f"objective.{key}",
+            teacher,
+            f"the target's tokens alone do not give {', '.join(need_laws)}, which needs"
+            " distributions",
+            "Use objective=hard, or another source",
+        )
+        require(
+            teacher is not Supervision.hard or not objective.reference,
+            "objective.reference",
+            objective.reference,
+            f"positions are selected by distributions, and objective.{key}=hard has none",
+            "Use another source, or no reference",
+        )
+        require(
+            teacher is not Supervision.on_policy or Divergence.cross_entropy not in minimised,
+            f"objective.{key}",
+            teacher,
+            "cross_entropy needs tokens that the target wrote, and here the draft writes some",
+            f"Leave cross_entropy out, or use objective.{key}=online",
+        )
 
 
 def _validate_source(key: str, source: SourceConfig) -> None:

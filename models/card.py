@@ -128,6 +128,8 @@ def _training(draft: Draft, recipe: Mapping[str, Any]) -> str:
         start = f"layers {', '.join(map(str, draft.layers))} of the target"
         if group_of(recipe, "draft").get("warm_start"):
             start += ", with a closed-form fit to the target's final hidden state"
+            if group_of(recipe, "draft").get("fit_steps"):
+                start += " that was refined on the recorded distributions"
     how = ""
     if "divergence" in objective and "name" in optim:
         then = f", then {objective['finish']}" if objective.get("finish") else ""

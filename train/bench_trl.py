@@ -101,7 +101,7 @@ def by_trl(bench: Bench, work: Work) -> Found:
         found.seconds = time.perf_counter() - clock.start
     found.peak_gib = peak_memory_gib()
     del trainer
-    found.acceptance = bench.acceptance(model, whole=True)
+    bench.judge(found, model, whole=True)
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -40,8 +40,8 @@ from train.estimate import step_seconds
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
 from train.optim import rate_factor
-from train.supervision import Source, Teacher
-from train.validation import evaluate
+from train.supervision import Source, Sources, Teacher
+from train.validation import sums_of_answers
 
 RATE_STEPS = 1000  # resolution of a rate that follows the time spent
 
@@ -68,7 +68,14 @@ class Found:
     tokens: int = 0  # supervised
     seconds: float = 0.0
     peak_gib: float = 0.0
-    acceptance: float = 0.0  # expected, on validation answers, after the last step
+    # of each validation answer: expected acceptance after the last step, summed, and positions
+    accepted: list[float] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Expected, over all positions; 0 where nothing was judged."""
+        return sum(self.accepted) / max(sum(self.positions), 1)
 
 
 @dataclass
@@ -135,12 +142,13 @@ class Bench:
 
     def trainer(self, model: DraftModel, source: Source | None = None) -> Trainer:
         head = self.head(model)
-        return Trainer(self.config, model, head, self.train, self.validation, source)
+        sources = Sources(source or Source())
+        return Trainer(self.config, model, head, self.train, self.validation, sources)
 
-    def acceptance(self, model: DraftModel, *, whole: bool = False) -> float:
-        """Expected acceptance by the recorded laws."""
+    def judge(self, found: Found, model: DraftModel, *, whole: bool = False) -> None:
+        """Add the expected acceptance by the recorded laws."""
         head = self.head(model, whole=whole)
-        return evaluate(model, head, self.validation, self.dtype).value
+        found.accepted, found.positions = sums_of_answers(model, head, self.validation, self.dtype)
 
 
 def ours(bench: Bench, work: Work) -> Found:
@@ -171,7 +179,8 @@ def _run(bench: Bench, trainer: Trainer, *, judged: bool = True) -> Found:
         found.tokens += sums.count
     found.seconds = time.perf_counter() - start
     found.peak_gib = peak_memory_gib()
-    found.acceptance = bench.acceptance(trainer.model) if judged else 0.0
+    if judged:
+        bench.judge(found, trainer.model)
     return found
 
 

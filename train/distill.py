@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from conf.choices import DraftInit, DraftVocab
+from conf.choices import DraftVocab
 from conf.contracts import Acceptance, BeforeAfter, Draft, Lessons
 from conf.errors import ConfigError
 from conf.run import (
@@ -35,31 +35,25 @@ from models.calibration import calibrate, laws_of
 from models.draft import (
     DraftModel,
     choose_hot_ids,
-    choose_layers,
-    fit_vocabulary,
-    from_layers,
-    warm_start,
 )
 from models.load import (
-    Target,
     device_of,
     dtype_of,
     load_folder,
-    load_model,
     open_target,
     release_freed,
     set_threads,
     stored_dtype,
 )
-from models.vocab import require_same_tokenizer
 from train.adopt import adopt
 from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
+from train.processes import gathered, require_shardable, shard, shards_weights
 from train.select import open_selection
-from train.states import computed_states, recorded_states
-from train.supervision import needs_target, require_laws, source_of
+from train.start import build, warm_up
+from train.supervision import open_sources, require_laws
 
 MODEL = "model"  # the trained draft, a plain transformers folder
 INITIAL = "initial"  # the same draft before its first step
@@ -80,6 +74,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         draft = Draft.read(run.draft)
         tracker.message(f"distill: the draft is there already (step {draft.best_step}).")
         return draft
+    require_shardable(config)
     start = time.perf_counter()
     set_threads(config.runtime)
     run.draft.mkdir(parents=True, exist_ok=True)
@@ -101,47 +96,38 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     head = Head(
         model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk
     )
-    beside = None
-    if needs_target(config.objective):
-        beside = load_model(target, config.target, device)
-    if config.draft.init is DraftInit.layers and config.draft.warm_start:
-        states = recorded_states(train, device)
-        if lessons.engine["kind"] == "server":
-            reader = beside or load_model(target, config.target, device)
-            states = computed_states(train, reader, config.generate.warm_start_tokens)
-            del reader
-        count = warm_start(model, states, config.draft.ridge)
-        tracker.message(f"distill: warm start from {count} hidden states of the target.")
+    warm_up(config, target, lessons, model, head, train, tracker)
     for row in [*train, *validation]:
         compact(row)
-    source = source_of(
-        config.objective,
-        seed=config.seed,
-        target=beside,
-        model=model,
-        head=head,
-        stop_ids=target.stop_ids,
-    )
+    sources = open_sources(config, target, lessons, model, head, tracker)
     selection = open_selection(config.objective, reference_folder(config) / MODEL, head, device)
     release_freed()
-    trainer = Trainer(config, model, head, train, validation, source, selection)
     stored = stored_dtype(config.target, device)
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, stored, hot_ids)
+    if shards_weights():
+        shard(model, device)
+    trainer = Trainer(config, model, head, train, validation, sources, selection)
     _announce(tracker, model, trainer)
     expected = estimate(trainer)
     if trainer.restore(run.draft):
         tracker.message(
             f"distill: going on from step {trainer.progress.step} of {len(trainer.plan)}."
         )
+    if config.optim.max_seconds:
+        trainer.limit(expected.steps_within(config.optim.max_seconds))
+        expected = expected.limited(len(trainer.plan))
+        tracker.message(
+            f"distill: {len(trainer.plan)} steps fit into {config.optim.max_seconds:g} seconds."
+        )
     tracker.event("distill/estimate", expected.event(trainer.progress.step))
     earlier = trainer.progress.seconds  # spent by interrupted runs
     progress = trainer.fit(run.draft, tracker)
-    del trainer, source, beside, selection
+    del trainer, sources, selection
     release_freed()  # gradients and moments, before a second copy of the draft is made
     best = load_state(run.draft / BEST)
     assert best is not None
-    model.load_state_dict(best["model"], strict=False)
+    model = gathered(model, best["model"])
     assert progress.first is not None and progress.best is not None
     draft = Draft(
         fingerprint=fingerprint(made_by),
@@ -219,28 +205,6 @@ def _by_key(tree: dict[str, Any]) -> dict[str, Any]:
 def reference_folder(config: Config) -> Path:
     """Where the draft is that selects what this one learns."""
     return Path(config.outputs).absolute() / config.objective.reference / "draft"
-
-
-def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
-    """The draft before any training, and the target's layers in it."""
-    if config.draft.init is DraftInit.pretrained:
-        name = config.draft.pretrained
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        require_same_tokenizer(tokenizer, target.tokenizer, name, config.target.path)
-        small = load_folder(name, dtype=torch.float32, device=device)
-        model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
-        layers: list[int] = []
-    else:
-        stored = stored_dtype(config.target, device)
-        full = load_model(target, config.target, torch.device("cpu"), stored)
-        layers = choose_layers(config.draft, target.config.num_hidden_layers)
-        plain = from_layers(full, layers)
-        nn.Module.to(plain, device)
-        model = DraftModel(plain)
-        del full
-    if not config.draft.train_embeddings:
-        model.freeze_embeddings()
-    return model, layers
 
 
 def write_calibration(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from statistics import median
 
@@ -27,6 +27,7 @@ from models.decoding.engine import synchronise
 from models.packed import PACKED
 from train.head import features_of
 from train.loop import Trainer
+from train.processes import local
 from train.validation import packs
 
 GIB = 2**30
@@ -75,6 +76,7 @@ class Estimate:
     seconds_per_validation: float
     positions_of_steps: list[int]  # of the process that has most of them
     evaluate_every: int
+    num_last: int = 0  # steps of a last phase with a teacher of its own, counted like the others
 
     def seconds(self, done: int = 0) -> float:
         """Of the steps from `done` on, with their validations."""
@@ -86,16 +88,32 @@ class Estimate:
             + self.seconds_per_validation * num_validations
         )
 
+    def steps_within(self, seconds: float) -> int:
+        """How many steps fit, at least one; validations are not counted."""
+        spent = 0.0
+        for number, positions in enumerate(self.positions_of_steps):
+            spent += self.seconds_per_position * positions + self.seconds_per_update
+            if spent > seconds:
+                return max(number, 1)
+        return len(self.positions_of_steps)
+
+    def limited(self, num_steps: int) -> Estimate:
+        """The same for a shorter run."""
+        return replace(self, positions_of_steps=self.positions_of_steps[:num_steps])
+
     def event(self, done: int = 0) -> dict[str, Value]:
         """What the run says of itself."""
         held: dict[str, Value] = {
             f"{name}_gib": size / GIB for name, size in asdict(self.memory).items() if size
         }
+        based_on = f"the time of {NUM_TIMED} steps, the activations of two answers"
+        if self.num_last:
+            based_on += f"; the last {self.num_last} steps have another teacher and are not timed"
         return {
             "minutes": self.seconds(done) / 60,
             "peak_gib": self.memory.peak / GIB,
             **held,
-            "based_on": f"the time of {NUM_TIMED} steps, the activations of two answers",
+            "based_on": based_on,
         }
 
 
@@ -113,6 +131,7 @@ def estimate(trainer: Trainer) -> Estimate:
             max(sum(lengths[i] for i in share) for share in step) for step in trainer.plan
         ],
         evaluate_every=trainer.config.optim.evaluate_every,
+        num_last=len(trainer.plan) - trainer.sources.num_first(len(trainer.plan)),
     )
 
 
@@ -141,16 +160,17 @@ def _memory(trainer: Trainer) -> Memory:
     if selection is not None:
         other = selection.head
         weights += num_bytes([*selection.reference.parameters(), other.weight_VE, other.weight_HE])
-    teacher = trainer.source.teacher
+    teacher, later = trainer.sources.first.teacher, trainer.sources.last_bytes
     target = 0 if teacher is None else num_bytes(teacher.model.parameters())
     num_columns = len(head.hot_ids_H) + head.num_cold
-    if teacher is not None:
+    if target or later:
         num_columns += len(head.weight_VE)
     return Memory(
+        # one that comes for the last steps is not in what is held now
         program=0 if on_gpu else max(0, held - lessons - weights - target),
         lessons=0 if on_gpu else lessons,
         weights=weights,
-        target=target,
+        target=target + later,
         gradients=num_bytes(trained),
         moments=sum(map(moment_bytes, trainer.optimizers.members)),
         activations=heaviest,
@@ -165,7 +185,7 @@ def num_bytes(values: Iterable[object]) -> int:
     storages = {}
     for value in values:
         if isinstance(value, Tensor):
-            storage = value.untyped_storage()
+            storage = local(value).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -183,11 +203,12 @@ def kept_by_autograd(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Inside, count what forward passes keep for the backward one, weights left out; yields the
     function that says how many bytes.
     """
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # looked up each time: of a sharded model they are whole only while a layer computes
+        weights = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -229,7 +250,7 @@ def step_seconds(trainer: Trainer) -> tuple[float, float]:
     """Seconds per packed position and per update of the weights, from steps spread over the
     plan.
     """
-    count = len(trainer.plan)
+    count = trainer.sources.num_first(len(trainer.plan))
     if not count:
         return 0.0, 0.0
     last = NUM_WARMUP + NUM_TIMED - 1

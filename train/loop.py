@@ -30,8 +30,16 @@ from train.checkpoint import BEST, STATE, load_state, save_state
 from train.head import Head, Sums, features_of
 from train.objectives import objective
 from train.optim import Optimizers, rate_factor
+from train.processes import (
+    agreed,
+    is_sharded,
+    share_out_weights,
+    sum_gradients,
+    sum_over_processes,
+    whole,
+)
 from train.select import Selection, num_selected
-from train.supervision import Source
+from train.supervision import Source, Sources
 from train.validation import evaluate
 
 LOG_SECONDS = 10.0
@@ -47,6 +55,7 @@ class Progress:
     """What is logged and what a resumed run starts from."""
 
     step: int = 0
+    num_planned: int = -1  # steps of the run, where its time is limited; negative: all
     num_tokens: int = 0  # supervised, over all processes
     seconds: float = 0.0
     best_step: int = 0
@@ -56,7 +65,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains a draft on recorded answers; every process holds the whole draft."""
+    """Trains a draft on recorded answers; every process holds the whole draft, or its shard."""
 
     def __init__(
         self,
@@ -65,11 +74,11 @@ class Trainer:
         head: Head,
         train: Sequence[Row],
         validation: Sequence[Row],
-        source: Source | None = None,
+        sources: Sources | None = None,
         selection: Selection | None = None,
     ):
         self.config, self.model, self.head = config, model, head
-        self.source, self.selection = source or Source(), selection
+        self.sources, self.selection = sources or Sources(Source()), selection
         self.train_rows, self.validation_rows = train, validation
         self.state = PartialState()
         self.device = head.weight_HE.device
@@ -95,11 +104,19 @@ class Trainer:
         if saved is None:
             return False
         # frozen weights are rebuilt, not saved
-        self.model.load_state_dict(saved["model"], strict=False)
+        self.model.load_state_dict(share_out_weights(saved["model"], self.model), strict=False)
         self.optimizers.load_state_dict(saved["optimizers"])
         self.progress = Progress(**saved["progress"])
         self._last_saved = self.progress.step
         return True
+
+    def limit(self, num_steps: int) -> None:
+        """End after so many steps, and no fewer or more when the run is resumed. The first process
+        decides, as each may have measured other times.
+        """
+        if self.progress.num_planned < 0:
+            self.progress.num_planned = agreed(num_steps, self.device)
+        self.plan = self.plan[: self.progress.num_planned]
 
     def fit(self, folder: Path, tracker: Tracker) -> Progress:
         """Train to the end of the plan. Raises NonFiniteLoss naming the answers of the step."""
@@ -136,21 +153,25 @@ class Trainer:
         totals = self._sum_over_processes(
             torch.tensor([local.loss, local.acceptance, float(local.count)])
         )
-        self._share_gradients()
-        factor = rate_factor(
-            step,
-            len(self.plan),
-            warmup_share=self.config.optim.warmup_share,
-            decay_share=self.config.optim.decay_share,
-        )
+        if self.state.num_processes > 1:
+            sum_gradients(self.optimizers.parameters)
         loss = float(totals[0])
-        norm = self.optimizers.step(factor) if math.isfinite(loss) else math.nan
+        norm = self.optimizers.step(self._rate_factor(step)) if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             answers = sorted(self.train_rows[i].index for share in self.plan[step] for i in share)
             raise self._non_finite(
                 f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
         return Sums(loss, float(totals[1]), int(totals[2])), norm
+
+    def _rate_factor(self, step: int) -> float:
+        settings = self.config.optim
+        return rate_factor(
+            step,
+            len(self.plan),
+            warmup_share=settings.warmup_share,
+            decay_share=settings.decay_share,
+        )
 
     def rows_of(self, step: int) -> list[Row]:
         """This process's answers of a step."""
@@ -162,7 +183,10 @@ class Trainer:
 
     def texts_of(self, rows: Sequence[Row], step: int) -> list[Row]:
         """What a step learns from, made from its recorded answers."""
-        return self.source.rows(rows, step, self._features)
+        return self._source(step).rows(rows, step, self._features)
+
+    def _source(self, step: int) -> Source:
+        return self.sources.at(step, len(self.plan))
 
     def _features(self, rows: Sequence[Row]) -> Tensor:
         self.model.eval()
@@ -172,11 +196,15 @@ class Trainer:
         """Add the gradients of `scale` * (summed loss of these answers) to the parameters'."""
         # no dropout: its random state would be one more thing to resume, and the target had none
         self.model.eval()
-        if not rows:
+        if not rows and not is_sharded(self.model):
+            return Sums()
+        if not rows:  # a sharded draft computes on all processes or not at all
+            rows = self.texts_of([self.train_rows[sum(self.plan[step], [])[0]]], step)
+            self.add_gradients(rows, step, 0.0)
             return Sums()
         seed = hash((self.config.seed, step)) % 2**63
         batch = collate(rows).to(self.device)
-        target = self.source.laws(batch)
+        target = self._source(step).laws(batch)
         features = features_of(self.model, batch, self.dtype)
         if self.selection is not None:
             counts = [row.num_laws for row in rows]
@@ -208,37 +236,16 @@ class Trainer:
         )
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
-        if self.state.num_processes == 1:
-            return values
-        values = values.to(self.device)
-        torch.distributed.all_reduce(values)
-        return values.cpu()
-
-    def _share_gradients(self) -> None:
-        """Sum gradients over processes: each has already been divided by the global number of
-        tokens.
-        """
-        if self.state.num_processes == 1:
-            return
-        for parameter in self.optimizers.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad)
+        return values if self.state.num_processes == 1 else sum_over_processes(values, self.device)
 
     def _log(self, tracker: Tracker, sums: Sums, norm: float, step: int, rate: float) -> None:
-        factor = rate_factor(
-            step,
-            len(self.plan),
-            warmup_share=self.config.optim.warmup_share,
-            decay_share=self.config.optim.decay_share,
-        )
         tracker.event(
             "distill/train",
             {
                 "loss": sums.loss / sums.count,
                 "expected_acceptance": sums.acceptance / sums.count,
                 "gradient_norm": norm,
-                "lr": self.config.optim.lr * factor,
+                "lr": self.config.optim.lr * self._rate_factor(step),
                 "tokens": self.progress.num_tokens,
                 "tokens_per_second": rate,
             },
@@ -277,23 +284,18 @@ class Trainer:
             },
             step=done.step,
         )
+        checkpoint = self._checkpoint()  # by all processes, each may hold a part
         if self.state.is_main_process:
-            frozen = {
-                name
-                for name, parameter in self.model.named_parameters()
-                if not parameter.requires_grad
-            }
-            weights = {
-                name: value for name, value in self.model.state_dict().items() if name not in frozen
-            }
             if is_best:
-                save_state(folder / BEST, {"model": weights, "step": done.step})
-            save_state(folder / STATE, self._checkpoint(weights))
+                save_state(folder / BEST, {"model": checkpoint["model"], "step": done.step})
+            save_state(folder / STATE, checkpoint)
         self._last_saved = done.step
 
-    def _checkpoint(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def _checkpoint(self) -> dict[str, Any]:
+        frozen = {name for name, each in self.model.named_parameters() if not each.requires_grad}
+        weights = self.model.state_dict()
         return {
-            "model": weights,
-            "optimizers": self.optimizers.state_dict(),
+            "model": whole({name: weights[name] for name in weights if name not in frozen}),
+            "optimizers": whole(self.optimizers.state_dict()),
             "progress": vars(self.progress),
         }

@@ -11,6 +11,7 @@ from torch import nn
 
 from conf.choices import Optimizer
 from conf.groups import OptimConfig
+from train.processes import share_out_moments, whole
 
 
 class Optimizers:
@@ -57,7 +58,7 @@ class Optimizers:
 
         With a norm that is no finite number nothing is updated: some gradient is none either.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.clip))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)))
         for member, base in zip(self.members, self.base, strict=True):
             member.param_groups[0]["lr"] = base * factor
             if math.isfinite(norm):
@@ -80,7 +81,7 @@ class Optimizers:
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Restore what `state_dict` gave."""
         for member, state in zip(self.members, states, strict=True):
-            member.load_state_dict(state)
+            member.load_state_dict(share_out_moments(state, member))
 
 
 def rate_factor(step: int, num_steps: int, *, warmup_share: float, decay_share: float) -> float:

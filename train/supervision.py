@@ -5,6 +5,7 @@ One training loop asks a source twice a step: which text to learn from, and whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ from conf.contracts import Lessons
 from conf.errors import ConfigError, require
 from conf.groups import ObjectiveConfig
 from conf.schema import Config
+from conf.tracking import Tracker
 from data.batches import Batch
 from data.shards import Row
 from models.draft import DraftModel
+from models.load import Target, dtype_of, load_model
 from models.packed import hidden_states, pack_attention
 from train.head import Head, TargetLaws
 from train.rollout import continue_answers
@@ -97,6 +100,13 @@ def require_laws(config: Config, lessons: Lessons) -> None:
         "Record them with generate.server.laws=true under another name=",
     )
     require(
+        there or config.objective.finish_source is not Supervision.recorded,
+        "objective.finish_source",
+        config.objective.finish_source,
+        "the lessons were recorded with generate.server.laws=false and hold no distributions",
+        "Use objective.finish_source=on_policy, or none",
+    )
+    require(
         there or config.objective.source is Supervision.hard,
         "objective.source",
         config.objective.source,
@@ -105,13 +115,50 @@ def require_laws(config: Config, lessons: Lessons) -> None:
     )
 
 
-def needs_target(config: ObjectiveConfig) -> bool:
-    """Whether the target has to be in memory while the draft is trained."""
-    return config.source in (Supervision.online, Supervision.on_policy)
+class Sources:
+    """The source of each step: one for the first part of the run, another one for its end.
+
+    Args:
+        first: of the steps before the last phase.
+        last: opens that of the last phase, when its first step comes: until then no target takes
+            memory for it. None: there is no such phase.
+        share: of the steps, that the last phase takes.
+        last_bytes: of the target that the last phase loads.
+    """
+
+    def __init__(
+        self,
+        first: Source,
+        last: Callable[[], Source] | None = None,
+        share: float = 0.0,
+        last_bytes: int = 0,
+    ) -> None:
+        self.first, self.share, self.last_bytes = first, share, last_bytes
+        self._open = last
+        self._last: Source | None = None
+
+    def num_first(self, num_steps: int) -> int:
+        """Steps of the first phase among so many."""
+        # the margin is for rounding: 0.3 * 10 is above 3
+        return num_steps if self._open is None else math.ceil((1 - self.share) * num_steps - 1e-9)
+
+    def at(self, step: int, num_steps: int) -> Source:
+        """Of a step of so many."""
+        if self._open is None or step < self.num_first(num_steps):
+            return self.first
+        if self._last is None:
+            self._last = self._open()
+        return self._last
+
+
+def needs_target(source: Supervision | None) -> bool:
+    """Whether the target has to be in memory while this source teaches."""
+    return source in (Supervision.online, Supervision.on_policy)
 
 
 def source_of(
     config: ObjectiveConfig,
+    kind: Supervision,
     *,
     seed: int,
     target: PreTrainedModel | None,
@@ -119,12 +166,12 @@ def source_of(
     head: Head,
     stop_ids: Collection[int],
 ) -> Source:
-    """The source that the configuration names; `target` where `needs_target` says so.
+    """A source of this kind; `target` where `needs_target` says so.
 
     Everything random depends on the seed, the step and the number of the answer alone: a resumed
     run, or one on several processes, learns from the same text.
     """
-    assert (target is not None) == needs_target(config)
+    assert (target is not None) == needs_target(kind)
     teacher = None if target is None else Teacher(target)
 
     def on_policy(rows: Sequence[Row], step: int, features: Features) -> list[Row]:
@@ -143,5 +190,42 @@ def source_of(
     return Source(
         answers_only=config.reads_tokens,
         teacher=teacher,
-        rewrite=on_policy if config.source is Supervision.on_policy else None,
+        rewrite=on_policy if kind is Supervision.on_policy else None,
     )
+
+
+def open_sources(
+    config: Config,
+    target: Target,
+    lessons: Lessons,
+    model: DraftModel,
+    head: Head,
+    tracker: Tracker,
+) -> Sources:
+    """Who teaches, and who teaches in the last steps, whose target is loaded when they begin."""
+    objective = config.objective
+    device = head.weight_HE.device
+
+    def opened(kind: Supervision) -> Source:
+        beside = load_model(target, config.target, device) if needs_target(kind) else None
+        return source_of(
+            objective,
+            kind,
+            seed=config.seed,
+            target=beside,
+            model=model,
+            head=head,
+            stop_ids=target.stop_ids,
+        )
+
+    kind = objective.finish_source
+    if kind is None:
+        return Sources(opened(objective.source))
+
+    def last() -> Source:
+        tracker.message(f"distill: from here on objective.finish_source={kind} teaches.")
+        return opened(kind)
+
+    size = lessons.target["parameters"] * dtype_of(config.target.dtype, device).itemsize
+    size *= needs_target(kind)
+    return Sources(opened(objective.source), last, objective.finish_source_share, size)

@@ -17,7 +17,6 @@ EVAL_TOKENS = 4096
 CONFIDENCE = 0.9
 
 
-@torch.no_grad()
 def evaluate(
     model: DraftModel,
     head: Head,
@@ -31,6 +30,19 @@ def evaluate(
 
     The interval resamples answers, because positions of one answer are not independent.
     """
+    return pooled(*sums_of_answers(model, head, rows, dtype, by_tokens=by_tokens), CONFIDENCE)
+
+
+@torch.no_grad()
+def sums_of_answers(
+    model: DraftModel,
+    head: Head,
+    rows: Sequence[Row],
+    dtype: torch.dtype,
+    *,
+    by_tokens: bool = False,
+) -> tuple[list[float], list[int]]:
+    """Of each answer: expected acceptance summed over its positions, and their number."""
     model.eval()
     totals: list[float] = []
     counts: list[int] = []
@@ -43,7 +55,7 @@ def evaluate(
         for part in values.split([row.num_laws for row in pack]):
             totals.append(float(part.sum()))
             counts.append(len(part))
-    return pooled(totals, counts, CONFIDENCE)
+    return totals, counts
 
 
 def packs(rows: Sequence[Row]) -> Iterator[list[Row]]:

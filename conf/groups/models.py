@@ -106,8 +106,11 @@ class DraftConfig:
     num_layers: int = 4
     # explicit target layers; overrides layer_rule and num_layers
     layers: list[int] = field(default_factory=list)
-    warm_start: bool = True  # closed-form head from hidden-state statistics (init=layers)
+    warm_start: bool = True  # a head that makes up for the missing layers (init=layers)
     ridge: float = 1e-3  # regularisation of the warm start, relative to the mean diagonal
+    # steps of 512 positions that then fit its map to the recorded laws, the layers left alone, for
+    # a draft that is trained little or not at all: at optim.lr=1e-3 training undoes the gain
+    fit_steps: int = 0
     pretrained: str = ""  # Hub id or folder (init=pretrained)
     vocab: DraftVocab = DraftVocab.same  # whose tokens a pretrained draft reads
     train_embeddings: bool = False
@@ -135,6 +138,13 @@ class DraftConfig:
             self.vocab,
             "the target's own layers read the target's tokens",
             "Leave it out, or name a draft of another tokenizer with draft=pretrained",
+        )
+        require(
+            self.fit_steps >= 0,
+            "draft.fit_steps",
+            self.fit_steps,
+            "it counts steps",
+            "Use 0 for the ridge regression alone",
         )
         require(
             self.hot_vocab >= 0,

@@ -15,8 +15,8 @@ from conf.errors import require
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised at each supervised position, and who teaches it; a second divergence can
-    take over as a finishing phase.
+    """What is minimised at each supervised position, and who teaches it; a second divergence and
+    another teacher can take over as finishing phases.
     """
 
     source: Supervision = Supervision.recorded  # where the target's distributions come from
@@ -27,6 +27,9 @@ class ObjectiveConfig:
     eta: float = 3.0  # lk_lambda: how fast weight moves from KL to TV as acceptance grows
     finish: Divergence | None = None  # divergence of the last phase
     finish_share: float = 0.0  # share of the steps that the last phase takes
+    # who teaches in the last steps, from where the target, if it takes one, is in memory
+    finish_source: Supervision | None = None
+    finish_source_share: float = 0.0  # share of the steps, whatever finish_share says
     on_policy_share: float = 0.5  # on_policy: probability that the draft goes on in an answer
     rollout_tokens: int = 8  # on_policy: tokens it then writes, at most
     # another run of the same outputs folder and target, whose draft selects what is learned
@@ -44,6 +47,18 @@ class ObjectiveConfig:
     def divergences(self) -> set[Divergence]:
         """Every divergence that is minimised at some time."""
         return {*self.weights(), *([] if self.finish is None else [self.finish])}
+
+    def taught(self) -> set[tuple[Supervision, Divergence]]:
+        """Every teacher with every divergence that is minimised while it teaches."""
+        first, last = set(self.weights()), set(self.weights())
+        if self.finish is not None:
+            if self.finish_share > self.finish_source_share:
+                first.add(self.finish)
+            last = {self.finish} | (last if self.finish_share < self.finish_source_share else set())
+        pairs = {(self.source, each) for each in first}
+        if self.finish_source is not None:
+            pairs |= {(self.finish_source, each) for each in last}
+        return pairs
 
     @property
     def reads_tokens(self) -> bool:
@@ -102,6 +117,20 @@ class ObjectiveConfig:
             "Use a number between 0 and 1",
         )
         require(
+            0 <= self.finish_source_share < 1,
+            "objective.finish_source_share",
+            self.finish_source_share,
+            "it is a share of the steps, which begin with objective.source",
+            "Use 0 up to less than 1",
+        )
+        require(
+            (self.finish_source is None) == (self.finish_source_share == 0),
+            "objective.finish_source_share",
+            self.finish_source_share,
+            f"the last steps are taught by objective.finish_source={self.finish_source}",
+            "Set both, for example on_policy and 0.1, or neither",
+        )
+        require(
             self.finish is not None or self.finish_share == 0,
             "objective.finish_share",
             self.finish_share,
@@ -123,6 +152,8 @@ class OptimConfig:
     decay_share: float = 0.8  # share of the steps over which the rate falls linearly to zero
     num_epochs: float = 3.0
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
+    # as many steps as a rehearsal says fit into so many seconds, without validations; 0: no limit
+    max_seconds: float = 0.0
     # supervised and prompt tokens in one optimizer step, over all processes
     tokens_per_step: int = 512
     grad_clip: float = 1.0
@@ -136,6 +167,13 @@ class OptimConfig:
             self.num_epochs,
             "nothing would be learned",
             "Use more than 0",
+        )
+        require(
+            0 <= self.max_seconds < math.inf,
+            "optim.max_seconds",
+            self.max_seconds,
+            "it is a length of time",
+            "Use 0 for no limit, or for example 60",
         )
         require(
             1 <= self.newton_schulz_steps < 100,

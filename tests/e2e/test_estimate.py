@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from conf.choices import Optimizer
 from conf.run import peak_memory_gib
 from data.batches import collate, num_positions
 from tests.e2e.test_training import (
+    Killed,
     Recording,
     Watched,
     config_for,
@@ -25,7 +27,14 @@ from tests.e2e.test_training import (
 from tests.lessons import made_up_row
 from tests.tiny import tiny_model
 from train.distill import distill
-from train.estimate import activation_bytes, estimate, kept_by_autograd, moment_bytes
+from train.estimate import (
+    Estimate,
+    Memory,
+    activation_bytes,
+    estimate,
+    kept_by_autograd,
+    moment_bytes,
+)
 from train.head import features_of
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +137,44 @@ def test_a_resumed_run_estimates_what_is_left(tmp_path: Path) -> None:
     whole = estimate(trainer_of(recording, recording.train, max_steps=10))
     assert 0 < whole.seconds(9) < whole.seconds(5) < whole.seconds()
     assert whole.seconds(10) == 0
+
+
+# ---------------------------------------------------------------- a limit of time
+
+
+def test_steps_within_a_time_are_those_whose_time_it_holds() -> None:
+    memory = Memory(**dict.fromkeys((each.name for each in fields(Memory)), 0))
+    expected = Estimate(
+        memory=memory,
+        seconds_per_position=0.1,
+        seconds_per_update=1.0,
+        seconds_per_validation=100.0,
+        positions_of_steps=[10, 20, 10, 10],
+        evaluate_every=1,
+    )
+    assert [expected.steps_within(s) for s in (0.5, 2, 4.9, 5, 7, 8.9, 9, 99)] == [
+        *(1, 1, 1, 2, 3, 3, 4, 4)
+    ]
+    assert expected.limited(2).positions_of_steps == [10, 20]
+
+
+def test_a_run_limited_in_time_is_resumed_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the machine measures when it goes on."""
+    save_target(tiny_model(4), tmp_path / "target")
+    recording = Recording(tmp_path / "target", answers(60), answers(4, 1000))
+    config = config_for(recording, warm_start=False, max_seconds=2.0)
+    asked: list[float] = []
+    fits = iter([9, 3])
+
+    def steps_within(_: Estimate, seconds: float) -> int:
+        asked.append(seconds)
+        return next(fits)
+
+    monkeypatch.setattr(Estimate, "steps_within", steps_within)
+    run = recording.open(tmp_path / "run")
+    with pytest.raises(Killed):
+        distill(config, run, Watched(run, at_step=7))
+    draft = distill(config, run, Watched(run))
+    assert (draft.num_steps, asked) == (9, [2.0, 2.0])

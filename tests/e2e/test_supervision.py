@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from conf.choices import Divergence, Supervision
 from conf.contracts import ContractError, Draft
 from conf.errors import ConfigError
 from conf.groups import ObjectiveConfig
+from conf.run import Run
 from conf.schema import Config
 from data.batches import collate
 from models.draft import DraftModel, from_layers
@@ -34,7 +36,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from train.distill import distill
 from train.head import Head
 from train.loop import Trainer
-from train.supervision import Teacher, source_of
+from train.supervision import Source, Sources, Teacher, source_of
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [source for source in Supervision if source is not Supervision.recorded]
@@ -96,9 +98,9 @@ def test_online_learns_what_recorded_laws_of_every_id_teach(recording: Recording
         head = Head(model.head, None, num_cold=0, dtype=torch.float32, chunk=50)
         beside = tiny_model(4) if source is Supervision.online else None
         made = source_of(
-            config.objective, seed=0, target=beside, model=model, head=head, stop_ids=()
+            config.objective, source, seed=0, target=beside, model=model, head=head, stop_ids=()
         )
-        trainer = Trainer(config, model, head, rows, rows[:2], made)
+        trainer = Trainer(config, model, head, rows, rows[:2], Sources(made))
         before = model.map.weight.detach().clone()
         for step in range(6):
             trainer.step(step)
@@ -171,6 +173,78 @@ def test_two_processes_roll_out_and_learn_what_one_does(
         if key.startswith("/model/"):
             torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=2e-5)
     assert any(not torch.equal(mine[key], other[key]) for key in other if key.startswith("/model/"))
+
+
+# ---------------------------------------------------------------- a last phase
+
+
+def finished_by(recording: Recording, source: Supervision, share: float, **optim: Any) -> Config:
+    """Recorded laws at first, then another teacher."""
+    config = config_of(recording, Supervision.recorded, **optim)
+    config.objective.finish_source, config.objective.finish_source_share = source, share
+    return config
+
+
+@pytest.mark.parametrize("at_step", [8, 12], ids=["before the last phase", "in it"])
+def test_a_last_phase_is_interrupted_and_resumed_exactly(
+    recording: Recording, tmp_path: Path, at_step: int
+) -> None:
+    config = finished_by(recording, Supervision.on_policy, 0.3)  # from step 10 of 14 on
+    train(recording, tmp_path / "whole", config)
+    run = recording.open(tmp_path / "interrupted")
+    with pytest.raises(Killed):
+        distill(config, run, Watched(run, at_step=at_step))
+    distill(config, run, Watched(run))
+    assert_same_draft(run.folder, tmp_path / "whole")
+
+
+def test_the_target_is_loaded_when_the_last_phase_begins(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the run is that of its first source, to the last bit."""
+    loaded: list[str] = []
+
+    class Counted(Teacher):
+        def __init__(self, model: PreTrainedModel) -> None:
+            loaded.append("target")
+            super().__init__(model)
+
+    monkeypatch.setattr("train.supervision.Teacher", Counted)
+    config = finished_by(recording, Supervision.on_policy, 0.3)
+    plain = config_of(recording, Supervision.recorded)
+    for name, each in (("finished", config), ("plain", plain)):
+        run = recording.open(tmp_path / name)
+        with pytest.raises(Killed):
+            distill(each, run, Watched(run, at_validation=10))
+        assert not loaded
+        with pytest.raises(Killed):
+            distill(each, run, Watched(run, at_step=10))
+    assert loaded == []
+    for name, each in (("finished", config), ("plain", plain)):
+        run = Run(folder=tmp_path / name, store=tmp_path / ".store", seed=0, name=name)
+        distill(each, run, Watched(run))
+        loaded.append(name)
+    assert loaded == ["target", "finished", "plain"]
+    ours, theirs = (state_of(tmp_path / name) for name in ("finished", "plain"))
+    points = [f"/progress/curve/{number}/expected_acceptance" for number in range(4)]
+    # validations at steps 0, 5 and 10 are of the first phase, the one at 14 is not
+    assert [ours[key] == theirs[key] for key in points] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("num_steps", [1, 9, 10, 64])
+def test_the_last_phase_takes_its_share_of_the_steps(num_steps: int) -> None:
+    opened: list[int] = []
+
+    def open_last() -> Source:
+        opened.append(1)
+        return last
+
+    first, last = Source(), Source(answers_only=True)
+    sources = Sources(first, open_last, 0.3)
+    taught = [sources.at(step, num_steps) is last for step in range(num_steps)]
+    assert taught == sorted(taught) and not taught[0]
+    assert sum(taught) == math.floor(0.3 * num_steps + 1e-9)
+    assert len(opened) == min(1, sum(taught))
 
 
 # ---------------------------------------------------------------- a reference selects

@@ -300,14 +300,11 @@ def test_an_unfinished_draft_of_another_configuration_is_not_mixed_in(
 # ---------------------------------------------------------------- two processes
 
 
-def train_alone_and_shared(recording: Recording, folder: Path, *overrides: str) -> Run:
-    """Train in this process, as run `alone`, and by the documented command in two processes, as the
-    run that is returned.
-    """
+def settings_of(recording: Recording, folder: Path, *overrides: str) -> list[str]:
+    """Of a distillation in run `shared` below the folder, as a command line gives them."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "nothing reads this"}) + "\n", "utf-8")
-    run = recording.open(folder / "shared")
-    settings = [
+    return [
         *("stage=distill", "name=shared", f"outputs={folder}", "tracker=none"),
         *("data=file", f"data.sources.prompts.path={prompts}"),
         *("eval=file", f"eval.suites.prompts.path={prompts}"),
@@ -316,19 +313,45 @@ def train_alone_and_shared(recording: Recording, folder: Path, *overrides: str) 
         *("runtime.device=cpu", "runtime.num_threads=1", "runtime.train_dtype=float32"),
         *overrides,
     ]
+
+
+def run_alone(
+    recording: Recording, outputs: Path, settings: Sequence[str], folder: Path | None = None
+) -> Run:
+    """Train by these settings in this process, in a run of its own or in one that was begun."""
     register()
     with initialize_config_dir(CONFIG_FOLDER, version_base="1.3"):
-        train(recording, folder / "alone", typed(compose("config", settings)))
-    # --cpu, or neither, would start one process whatever --num_processes says
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, "--main_process_port=0", "-m", "train", *settings],
+        config = typed(compose("config", list(settings)))
+    if folder is None:
+        run = recording.open(outputs / "alone")
+    else:
+        run = Run(folder=folder, store=outputs / ".store", seed=0, name=folder.name)
+    distill(config, run, Watched(run))
+    return run
+
+
+def launch(flags: Sequence[str], *module: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with its arguments by `accelerate launch`."""
+    command = ["accelerate.commands.launch", *flags, "--main_process_port=0", "-m", *module]
+    return subprocess.run(
+        [sys.executable, "-m", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def train_alone_and_shared(recording: Recording, folder: Path, *overrides: str) -> Run:
+    """Train in this process, as run `alone`, and by the documented command in two processes, as the
+    run that is returned.
+    """
+    settings = settings_of(recording, folder, *overrides)
+    run = recording.open(folder / "shared")
+    run_alone(recording, folder, settings)
+    # --cpu, or neither, would start one process whatever --num_processes says
+    ended = launch(["--multi_gpu", "--num_processes=2"], "train", *settings)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return run
 
@@ -551,6 +574,16 @@ def test_the_warm_start_shows_before_the_first_step(
     warm = Draft.read(uninterrupted / "draft")
     assert warm.expected_acceptance.before.value > cold.expected_acceptance.before.value + 0.03
     assert cold.expected_acceptance.before == cold.expected_acceptance.after
+
+
+def test_a_map_fitted_to_the_laws_starts_higher(
+    recording: Recording, uninterrupted: Path, tmp_path: Path
+) -> None:
+    config = config_for(recording, max_steps=0)
+    config.draft.fit_steps = 60
+    fitted = train(recording, tmp_path / "fitted", config).expected_acceptance.before
+    ridge = Draft.read(uninterrupted / "draft").expected_acceptance.before
+    assert fitted.value > ridge.value + 0.003
 
 
 def test_the_best_step_is_exported_not_the_last(recording: Recording, tmp_path: Path) -> None:

@@ -167,6 +167,16 @@ def test_the_card_follows_the_draft(changes: dict[str, Any], expected: str) -> N
     assert expected in card(draft=tiny_draft(**changes))
 
 
+def test_a_warm_start_is_described_as_it_was_made() -> None:
+    said = []
+    for fit_steps in (0, 128):
+        made_by = dict(tiny_draft().determined_by)
+        made_by["draft"] = {**made_by["draft"], "fit_steps": fit_steps}
+        said.append(model_card(tiny_report(), tiny_draft(), made_by, PUBLICATION))
+    assert all("closed-form fit" in text for text in said)
+    assert ["refined on the recorded distributions" in text for text in said] == [False, True]
+
+
 def test_what_the_manifests_do_not_record_is_not_claimed() -> None:
     full, bare = card(), model_card(tiny_report(), tiny_draft(), {}, PUBLICATION)
     for claim in (

@@ -238,6 +238,32 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
         ["objective.on_policy_share=1.5"],
         ["objective.on_policy_share=1.5", "0 and 1"],
     ),
+    "a fit of fewer than no steps": (["draft.fit_steps=-1"], ["draft.fit_steps=-1", "Use 0"]),
+    "a run of less than no time": (["optim.max_seconds=-5"], ["optim.max_seconds=-5.0", "60"]),
+    "a last teacher without steps": (
+        ["objective.finish_source=on_policy"],
+        ["objective.finish_source_share=0.0", "on_policy", "Set both"],
+    ),
+    "steps without a last teacher": (
+        ["objective.finish_source_share=0.2"],
+        ["objective.finish_source_share=0.2", "None", "or neither"],
+    ),
+    "a last teacher for every step": (
+        ["objective.finish_source=online", "objective.finish_source_share=1.0"],
+        ["objective.finish_source_share=1.0", "less than 1"],
+    ),
+    "a last teacher without laws": (
+        ["objective.finish_source=hard", "objective.finish_source_share=0.1"],
+        ["objective.finish_source=hard", "lk_lambda, which needs distributions"],
+    ),
+    "a last teacher whose tokens the draft wrote": (
+        [
+            *("objective.finish=null", "objective.finish_share=0"),
+            *("+objective.mixture={{cross_entropy:1}}", "objective.source=hard"),
+            *("objective.finish_source=on_policy", "objective.finish_source_share=0.1"),
+        ],
+        ["objective.finish_source=on_policy", "cross_entropy", "objective.finish_source=online"],
+    ),
     "rollout of nothing": (["objective.rollout_tokens=0"], ["rollout_tokens=0", "Use 1 or more"]),
     "mixture of a stranger": (
         ["+objective.mixture={{kl:1}}"],

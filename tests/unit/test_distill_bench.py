@@ -18,7 +18,7 @@ from conf.groups import OptimConfig
 from eval.bench import bench, distill
 from tests.lessons import made_up_row
 from train import bench as distill_bench
-from train.bench import PEER_SECONDS, main, rows_of
+from train.bench import PEER_SECONDS, gain, main, rows_of
 from train.bench_trl import IGNORED, padded
 from train.bench_work import Found, Work, spent_rate
 
@@ -33,21 +33,26 @@ GOALS = {
 }
 
 
+def judged(acceptance: float) -> dict[str, Any]:
+    """Two answers of 10 and 30 positions with this mean."""
+    return {"accepted": [10 * acceptance, 30 * acceptance], "positions": [10, 30]}
+
+
 def found(work: Work) -> Found:
     """Figures that tell the works apart."""
     if work.kind == "trl":
         assert work.seconds == PEER_SECONDS
-        return Found(steps=10, tokens=1000, seconds=80.0, peak_gib=4.0, acceptance=0.20)
+        return Found(steps=10, tokens=1000, seconds=80.0, peak_gib=4.0, **judged(0.20))
     if work.kind == "long":
         return Found(peak_gib=2.0 if work.length == 4096 else 1.9)
     if work.kind == "online":
-        return Found(steps=60, seconds=120.0, acceptance=0.301)
+        return Found(steps=60, seconds=120.0, **judged(0.301))
     if work.kind == "cold":
-        return Found(acceptance=0.15)
+        return Found(**judged(0.15))
     if work.seconds:
         assert work.seconds == 80.0  # what trl really took
-        return Found(steps=50, tokens=6000, seconds=60.0, peak_gib=1.0, acceptance=0.27)
-    return Found(steps=60, seconds=30.0, acceptance=0.3 if work.steps else 0.25)
+        return Found(steps=50, tokens=6000, seconds=60.0, peak_gib=1.0, **judged(0.27))
+    return Found(steps=60, seconds=30.0, **judged(0.3 if work.steps else 0.25))
 
 
 @pytest.fixture
@@ -72,6 +77,18 @@ def test_rows_are_ratios_and_differences_of_what_was_measured() -> None:
             "distill.warm_start": 0.1,
         }
     )
+
+
+def test_a_gain_is_pooled_over_positions_and_its_interval_over_answers() -> None:
+    one = Found(accepted=[6.0, 3.0, 20.0], positions=[10, 10, 50])
+    other = Found(accepted=[5.0, 3.0, 15.0], positions=[10, 10, 50])
+    shown = gain("x", one, other, ">= 0.0")
+    assert shown.value == pytest.approx(6 / 70)
+    # at least what the answer that gains nothing gives, at most what the best one gives
+    assert shown.low is not None and shown.high is not None
+    assert 0 <= shown.low < 6 / 70 < shown.high <= 0.1 + 1e-12
+    same = gain("x", one, one, ">= 0.0")
+    assert (same.value, same.low, same.high) == (0, 0, 0)
 
 
 def test_without_trl_its_rows_are_left_out_and_a_line_says_how_to_get_them(
