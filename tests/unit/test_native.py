@@ -185,6 +185,20 @@ def test_whoever_listens_to_the_head_hears_it() -> None:
         engine.forward(torch.tensor([[5]]), torch.tensor([[22]]), longest=23)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("token", "place", "named"),
+    [(64, 20, "token 64"), (-1, 20, "token -1"), (5, -1, "position -1")],
+)
+def test_what_lies_outside_is_refused(token: int, place: int, named: str) -> None:
+    model = wide("llama")
+    use_kernel(model)
+    engine, _ = engines(model)
+    engine.prefill(TEXT[:20])
+    with pytest.raises(RuntimeError, match=named):
+        engine.forward(torch.tensor([[token]]), torch.tensor([[place]]), longest=21)
+
+
 class Altered(type(tiny_family("llama"))):  # type: ignore[misc]
     """Not what its name says."""
 

@@ -298,8 +298,15 @@ class Decoder : public torch::CustomClassHolder {
                       .length = keys[0].size(2),
                       .size = size,
                       .scaling = scaling_};
+    const auto is_in = [](int64_t index, int64_t size) { return 0 <= index && index < size; };
     first_.resize(num_tokens);
-    for (int64_t m = 0; m < num_tokens; m++) first_[m] = call.positions[m] + 1;
+    for (int64_t m = 0; m < num_tokens; m++) {
+      TORCH_CHECK(is_in(call.tokens[m], embedding.size(0)), "token ", call.tokens[m], " is not one of the model's ",
+                  embedding.size(0));
+      TORCH_CHECK(is_in(call.positions[m], cos.size(0)) && is_in(call.slots[m], keys[0].size(2)), "position ",
+                  call.positions[m], " or place ", call.slots[m], " lies outside the cache of ", keys[0].size(2));
+      first_[m] = call.positions[m] + 1;
+    }
     if (lengths) {
       call.attention.sight.start = text.const_data_ptr<int64_t>();
       call.attention.sight.then = then.const_data_ptr<bool>();
