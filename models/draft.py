@@ -31,6 +31,7 @@ from data.batches import Batch
 from data.shards import Row
 from models.anatomy import with_layers
 from models.decoding.engine import decoder_layers
+from models.lora import merged
 from models.packed import hidden_states, pack_attention
 
 HOT_VOCAB = "hot_vocab.json"
@@ -82,14 +83,14 @@ class DraftModel(nn.Module):
         dtype: torch.dtype,
         hot_ids: Tensor | None,
     ) -> None:
-        """Write a plain transformers folder: weights with the map folded into an untied head,
-        tokenizer, settings.
+        """Write a plain transformers folder: weights with adapters merged and the map folded into
+        an untied head, tokenizer, settings.
         """
         config = copy.deepcopy(self.config)
         config.tie_word_embeddings = False
         config.dtype = dtype
         plain = AutoModelForCausalLM.from_config(config)
-        plain.base_model.load_state_dict(self.body.state_dict())
+        plain.base_model.load_state_dict(merged(self.body))
         with torch.no_grad():
             plain.get_output_embeddings().weight.copy_(self.head.float() @ self.map.weight.float())
         ids = {

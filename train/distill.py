@@ -45,6 +45,7 @@ from models.load import (
     set_threads,
     stored_dtype,
 )
+from models.lora import adapt, merged
 from train.adopt import adopt
 from train.checkpoint import BEST, STATE, load_state
 from train.estimate import estimate
@@ -105,6 +106,8 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     stored = stored_dtype(config.target, device)
     if process_rank() == 0:
         model.export(run.draft / INITIAL, target.tokenizer, stored, hot_ids)
+    if config.draft.lora_rank:
+        adapt(model.body, config.draft.lora_rank, config.seed)
     if shards_weights():
         shard(model, device)
     trainer = Trainer(config, model, head, train, validation, sources, selection)
@@ -133,7 +136,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         fingerprint=fingerprint(made_by),
         determined_by=made_by,
         provenance=provenance(config.seed, str(device), progress.seconds),
-        parameters=sum(p.numel() for p in model.body.parameters()) + model.head.numel(),
+        parameters=sum(p.numel() for p in merged(model.body).values()) + model.head.numel(),
         num_layers=model.config.num_hidden_layers,
         layers=layers,
         num_bytes=0,

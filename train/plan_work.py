@@ -99,7 +99,7 @@ class Work:
 
     def draft(self) -> Draft:
         """What is trained, by the configuration. A pretrained draft is taken to be as large as one
-        of draft.num_layers layers.
+        of draft.num_layers layers, and adapters to take as much as what they adapt.
         """
         settings, target = self.config.draft, self.target
         layers = (

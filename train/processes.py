@@ -53,6 +53,13 @@ def require_shardable(config: Config) -> None:
         "Muon orthogonalises whole matrices, and FSDP keeps parts of them",
         "Use optim=adamw, or launch without --use_fsdp",
     )
+    require(
+        not config.draft.lora_rank,
+        "draft.lora_rank",
+        config.draft.lora_rank,
+        "adapters are too small to be shared out",
+        "Launch without --use_fsdp",
+    )
     for key in ("source", "finish_source"):
         source = getattr(config.objective, key)
         require(

@@ -114,10 +114,27 @@ class DraftConfig:
     pretrained: str = ""  # Hub id or folder (init=pretrained)
     vocab: DraftVocab = DraftVocab.same  # whose tokens a pretrained draft reads
     train_embeddings: bool = False
+    # rank of adapters (LoRA) that are trained instead of the layers' own weights and merged on
+    # export; 0: the layers themselves are trained
+    lora_rank: int = 0
     # ids the draft proposes in our decoder, by frequency in the target's answers; 0: all
     hot_vocab: int = 8192
 
     def __post_init__(self) -> None:
+        require(
+            self.lora_rank >= 0,
+            "draft.lora_rank",
+            self.lora_rank,
+            "a rank is a number of rows",
+            "Use for example 16, or 0 to train the layers themselves",
+        )
+        require(
+            not (self.lora_rank and self.train_embeddings),
+            "draft.train_embeddings",
+            self.train_embeddings,
+            "with draft.lora_rank nothing but adapters and the map is trained",
+            "Set one of the two",
+        )
         require(
             self.num_layers >= 1 or bool(self.layers),
             "draft.num_layers",
