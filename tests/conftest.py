@@ -12,7 +12,6 @@ os.environ.update(
     WANDB_MODE="offline",
     WANDB_SILENT="true",
     TOKENIZERS_PARALLELISM="false",
-    GOMP_SPINCOUNT="2000",  # as in a run
 )
 
 # The same examples in every run, and no limit on time: the machine may be busy.
