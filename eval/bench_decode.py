@@ -20,13 +20,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conf.bench import Row
-from conf.choices import Verification
 from conf.contracts import Lessons, Report
 from conf.groups import EvalConfig, RuntimeConfig
 from conf.schema import Config
 from data.shards import read_split
 from eval import bench_flashspec
-from eval.bench_batch import NUM_ROWS, batch_decoder, break_even, decode_batch
+from eval.bench_batch import (
+    NUM_ROWS,
+    batch_decoder,
+    block_and_chain,
+    break_even,
+    decode_batch,
+)
 from eval.chat import target_of
 from eval.pair import ModelPair, make_cheap
 from eval.plain import plain_generate
@@ -76,7 +81,7 @@ class Bench:
             eval=EvalConfig(stop_below=0.0),
             runtime=RuntimeConfig(compile=bool(report.machine.get("compiled", True))),
         )
-        capacity = max(len(row.prompt) for row in rows) + NUM_TOKENS + 2 * BLOCK_GAMMA
+        capacity = max(len(row.prompt) for row in rows) + 2 * NUM_TOKENS + 2 * BLOCK_GAMMA
         pair = ModelPair.load(config, folder / "draft" / "model", -(-capacity // 64) * 64)
         plain = load_model(pair.target, config.target, pair.model.device)
         prompts = [row.prompt.tolist() for row in rows]
@@ -126,7 +131,8 @@ def decode(folder: Path, _outputs: Path) -> Iterator[Row]:
     yield _against_generate(bench)
     yield _batch_against_generate(bench)
     yield _draft_step(bench)
-    yield _block_over_chain(bench)
+    lengths = block_and_chain(bench.pair, bench.prompts, BLOCK_GAMMA, 2 * NUM_TOKENS)
+    yield _row("decode.block_vs_chain", lengths, ">= 1.0")
     yield from _batch(bench)
     fixed = replace(bench.pair.decoder, fixed_width=1 + BLOCK_GAMMA)
     yield from _identical(bench, "fixed_width", fixed)
@@ -311,27 +317,6 @@ def _draft_step(bench: Bench) -> Row:
             pair += measure_seconds(step, device=bench.plain.device, warmup=0, repeats=1)
         times.append((pair[0], pair[1]))
     return _row("decode.draft_step_ratio", times[3:], "<= 0.6")
-
-
-def _block_over_chain(bench: Bench) -> Row:
-    """Tokens per target call at temperature 1, block verification over chain."""
-
-    def lengths(rule: Verification, prompt: Sequence[int]) -> float:
-        decoder: Decoder = replace(bench.pair.decoder, rule=rule)
-        _, counts = decoder.decode(
-            prompt,
-            gamma=BLOCK_GAMMA,
-            max_new_tokens=NUM_TOKENS,
-            sampling=AT_ONE,
-            rng=torch.Generator().manual_seed(len(prompt)),
-        )
-        return counts.acceptance_length
-
-    found = [
-        (lengths(Verification.block, prompt), lengths(Verification.chain, prompt))
-        for prompt in bench.prompts[: 4 * NUM_PROMPTS]
-    ]
-    return _row("decode.block_vs_chain", found, ">= 1.0")
 
 
 def _identical(bench: Bench, name: str, decoder: Decoder) -> Iterator[Row]:

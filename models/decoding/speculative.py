@@ -24,7 +24,7 @@ from models.decoding.engine import Engine
 from models.decoding.sampling import Sampling, law, likeliest, penalise
 from models.decoding.stops import StopStrings
 from models.decoding.tree import ROOT, Branches
-from models.decoding.verify import NOTHING, Verdict, block, chain, greedy, tree
+from models.decoding.verify import NOTHING, Kept, block, chain, greedy, on_host, tree
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Decoder:
             proposal = drafter.draft(texts, uniforms.most, sampling, uniforms.draw_BG)
             branches = self._branches(rows, proposal)
             logits_BTV = self._read(rows, proposal, branches)
-            verdict = self._judge(rows, proposal, branches, logits_BTV, sampling, uniforms)
-            yield from zip(rows, self._commit(rows, proposal, verdict), strict=True)
+            kept = self._judge(rows, proposal, branches, logits_BTV, sampling, uniforms)
+            yield from zip(rows, self._commit(rows, proposal, kept), strict=True)
             rows = self._replace(rows, waiting, gamma, drafter)
 
     def _row(self, index: int, request: Request, gamma: int) -> Row:
@@ -227,11 +227,13 @@ class Decoder:
         """A row's numbers do not depend on the others; greedy decoding draws none."""
         # a token beyond the limit would never be committed
         most = [min(gamma, row.num_left - 1) for row in rows]
+        if is_greedy:
+            none = torch.empty(len(rows), 0, device=self.target.device)
+            return Uniforms(most, none, none, none)
         width = max(most)
         accept_BG, draw_BG = torch.zeros(2, len(rows), width)
         last_B = torch.zeros(len(rows))
-        drawing = [] if is_greedy else zip(rows, most, strict=True)
-        for place, (row, num) in enumerate(drawing):
+        for place, (row, num) in enumerate(zip(rows, most, strict=True)):
             rng = row.request.rng
             uniform = torch.rand(2 * num + 1, generator=rng, device=rng.device)
             accept_BG[place, :num], draw_BG[place, :num] = uniform[:num], uniform[num + 1 :]
@@ -274,7 +276,7 @@ class Decoder:
         logits_BTV: Tensor,
         sampling: Sampling,
         uniforms: Uniforms,
-    ) -> Verdict:
+    ) -> list[Kept]:
         """Which drafted tokens are kept, and what follows them."""
         ids_BN, q, width = proposal.ids_BN, proposal.laws, proposal.ids_BN.shape[1]
         if sampling.looks_back:
@@ -283,10 +285,9 @@ class Decoder:
         at = [len(row.tokens) - 1 for row in rows] if branches is None else branches.positions_BT
         if sampling.temperature == 0:
             likeliest_BT = likeliest(logits_BTV, side="target", at=at)
-            if branches is None:
-                return greedy(likeliest_BT, ids_BN)
-            lineage_BNN = branches.sees_BTN[:, 1 : 1 + width]
-            return greedy(likeliest_BT, ids_BN, branches.parents_BN, lineage_BNN)
+            trees = proposal.trees
+            parents = None if trees is None else [own.parents for own in trees]
+            return greedy(likeliest_BT, ids_BN, parents)
         p = law(logits_BTV, sampling, side="target", at=at)
         if q is None:
             q = one_hot(ids_BN.clamp(min=0), p.shape[-1]).to(p.dtype)
@@ -294,9 +295,10 @@ class Decoder:
         if branches is not None:
             q = pad(q, (0, 0, 0, width + 1 - q.shape[1]))
             given = (branches.parents_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
-            return tree(p, q, ids_BN, *given)
+            return on_host(tree(p, q, ids_BN, *given), ids_BN)
         verify = block if self.rule is Verification.block else chain
-        return verify(p, q, ids_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
+        verdict = verify(p, q, ids_BN, uniforms.accept_BG[:, :width], uniforms.last_B)
+        return on_host(verdict, ids_BN)
 
     def _penalised(
         self, rows: Sequence[Row], ids_BG: Tensor, logits_BTV: Tensor, sampling: Sampling
@@ -316,18 +318,15 @@ class Decoder:
             ]
         )
 
-    def _commit(self, rows: Sequence[Row], proposal: Proposal, verdict: Verdict) -> Iterator[Round]:
+    def _commit(
+        self, rows: Sequence[Row], proposal: Proposal, kept: Sequence[Kept]
+    ) -> Iterator[Round]:
         """Take over what was kept."""
-        found = [verdict.num_accepted_B.unsqueeze(-1), verdict.next_token_B.unsqueeze(-1)]
-        found += [proposal.ids_BN] + ([] if verdict.kept_BN is None else [verdict.kept_BN])
-        width = proposal.ids_BN.shape[1]
-        for place, (num, last, *rest) in enumerate(torch.cat(found, 1).tolist()):
-            row, ids = rows[place], [token for token in rest[:width] if token != NOTHING]
-            nodes = list(range(num))
+        for place, (row, (all_ids, nodes, last)) in enumerate(zip(rows, kept, strict=True)):
+            ids, num = [token for token in all_ids if token != NOTHING], len(nodes)
             num_places, is_tested = len(ids), num < len(ids)
             if proposal.trees is not None:
                 own = proposal.trees[place]
-                nodes = [node for node, is_kept in enumerate(rest[width:]) if is_kept]
                 num_places = own.num_places
                 is_tested = (nodes[-1] if nodes else ROOT) in own.parents
                 if nodes != list(range(num)):

@@ -8,12 +8,14 @@ is zero everywhere, so what is left of p there is p: the bonus token's law.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.decoding.sampling import draw
+from models.decoding.tree import ROOT
 
 NOTHING = -1  # in the place of a drafted id
 RESIDUAL_FLOOR = 1e-6  # below this the residual mass is rounding noise of float32 laws
@@ -27,6 +29,27 @@ class Verdict(NamedTuple):
     num_accepted_B: Tensor
     next_token_B: Tensor
     kept_BN: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """On the host, of one row: which of its `drafted` ids are kept, and the token after them."""
+
+    drafted: list[int]
+    nodes: list[int]
+    next_token: int
+
+
+def on_host(verdict: Verdict, drafted_BN: Tensor) -> list[Kept]:
+    """Every row's, in one copy."""
+    columns = [verdict.num_accepted_B.unsqueeze(-1), verdict.next_token_B.unsqueeze(-1), drafted_BN]
+    columns += [] if verdict.kept_BN is None else [verdict.kept_BN]
+    num, found = drafted_BN.shape[1], []
+    for num_accepted, next_token, *rest in torch.cat(columns, 1).tolist():
+        nodes = [*range(num_accepted)]
+        if verdict.kept_BN is not None:
+            nodes = [node for node, is_kept in enumerate(rest[num:]) if is_kept]
+        found.append(Kept(rest[:num], nodes, next_token))
+    return found
 
 
 def chain(
@@ -64,29 +87,30 @@ def chain(
 
 
 def greedy(
-    likeliest_BT: Tensor,
-    drafted_BN: Tensor,
-    parents_BN: Tensor | None = None,
-    lineage_BNN: Tensor | None = None,
-) -> Verdict:
+    likeliest_BT: Tensor, drafted_BN: Tensor, parents: Sequence[Sequence[int]] | None = None
+) -> list[Kept]:
     """What `chain`, `block` and `tree` come to at temperature 0, where every law is one-hot: a
-    drafted id is kept while it is the target's most likely one. No law is needed.
+    drafted id is kept while it is the target's most likely one.
 
     Args:
         likeliest_BT: the target's most likely ids after the text and after each drafted token.
         drafted_BN: the drafted ids.
-        parents_BN: of a tree: the candidate that each follows, -1 for the text.
-        lineage_BNN: of a tree: true where the second is the first or one of those before it.
+        parents: of trees: the candidate that each of a row's own follows, -1 for the text.
+
+    The host has to see these few ids anyway, and is done sooner than a dozen small operations.
     """
-    if parents_BN is None or lineage_BNN is None:
-        same_BN = likeliest_BT[:, :-1] == drafted_BN
-        num_accepted_B = same_BN.int().cumprod(-1).sum(-1)
-        last_B1 = num_accepted_B.unsqueeze(-1)
-        return Verdict(num_accepted_B, likeliest_BT.gather(1, last_B1).squeeze(-1))
-    same_BN = likeliest_BT.gather(1, parents_BN + 1) == drafted_BN
-    kept_BN = same_BN & (same_BN.unsqueeze(1) | ~lineage_BNN).all(-1)
-    last_B1 = longest_kept(kept_BN).unsqueeze(-1)
-    return Verdict(kept_BN.sum(-1), likeliest_BT.gather(1, last_B1).squeeze(-1), kept_BN)
+    num = drafted_BN.shape[1]
+    found = []
+    for row, numbers in enumerate(torch.cat([drafted_BN, likeliest_BT], 1).tolist()):
+        drafted, likeliest = numbers[:num], numbers[num:]
+        nodes: list[int] = []
+        last = ROOT
+        for node, parent in enumerate(range(ROOT, num - 1) if parents is None else parents[row]):
+            if parent == last and drafted[node] == likeliest[1 + last]:
+                nodes.append(node)
+                last = node
+        found.append(Kept(drafted, nodes, likeliest[1 + last]))
+    return found
 
 
 def tree(

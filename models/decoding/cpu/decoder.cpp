@@ -111,17 +111,21 @@ struct Call {
   float* ordered;                            // common to all threads
   Attention<Kind, float> attention;
 
+  // A bfloat16 model reads bfloat16 inputs.
+  static Weight::Form form_of(const Linear& linear) { return linear.weight.form(std::is_same_v<Kind, BFloat16>); }
+
   // Rows that `fill(row, line)` writes, in a weight's order.
   template <class Fill>
-  const float* ordered_for(const Linear& linear, Own& own, int64_t num, const Fill& fill) const {
+  const void* ordered_for(const Linear& linear, Own& own, int64_t num, const Fill& fill) const {
     const int64_t in = linear.weight.in;
+    const Weight::Form form = form_of(linear);
     const bool is_shared = num >= kShared;
     float* line = own.line.get(in);
-    float* lines = is_shared ? ordered : own.ordered.get(num * in);
+    void* lines = is_shared ? ordered : own.ordered.get(num * in);
     const int64_t thread = is_shared ? omp_get_thread_num() : 0, num_threads = is_shared ? omp_get_num_threads() : 1;
     for (int64_t m = num * thread / num_threads; m < num * (thread + 1) / num_threads; m++) {
       fill(m, line);
-      reorder_for(linear.weight, line, in, lines + m * in);
+      reorder_for(form, line, in, static_cast<char*>(lines) + m * in * input_size(form));
     }
     if (is_shared) {
 #pragma omp barrier
@@ -129,15 +133,15 @@ struct Call {
     return lines;
   }
 
-  void store(const Linear& linear, const float* input, float* to) const {
-    multiply(linear.weight, input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
+  void store(const Linear& linear, const void* input, float* to) const {
+    multiply(linear.weight, form_of(linear), input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
       linear.shift(o, values, num);
       for (int64_t b = 0; b < num; b++) to[m * linear.weight.out + o + b] = values[b];
     });
   }
 
-  void add(const Linear& linear, const float* input) const {
-    multiply(linear.weight, input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
+  void add(const Linear& linear, const void* input) const {
+    multiply(linear.weight, form_of(linear), input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
       linear.shift(o, values, num);
       for (int64_t b = 0; b < num; b++) x[m * linear.weight.out + o + b] += values[b];
     });
@@ -179,7 +183,7 @@ struct Call {
 
   void run(const Layer& layer, Element* keys, Element* values, Own& own) const {
     const int64_t width = layer.q.weight.in, inner = layer.down.weight.in;
-    const float* input = ordered_for(layer.q, own, num_tokens, [&](int64_t m, float* line) {
+    const void* input = ordered_for(layer.q, own, num_tokens, [&](int64_t m, float* line) {
       normalise(x + m * width, layer.norm, width, eps, line);
     });
     store(layer.q, input, q);
@@ -327,11 +331,11 @@ class Decoder : public torch::CustomClassHolder {
       for (size_t n = 0; n < layers_.size(); n++)
         call.run(layers_[n], static_cast<Element*>(keys[n].mutable_data_ptr()),
                  static_cast<Element*>(values[n].mutable_data_ptr()), own);
-      const float* input = call.ordered_for(head_, own, num_rows * num_asked, [&](int64_t m, float* line) {
+      const void* input = call.ordered_for(head_, own, num_rows * num_asked, [&](int64_t m, float* line) {
         const int64_t row = m / num_asked, n = m % num_asked;
         normalise(call.x + (row * num_new + (wanted ? wanted[n] : n)) * width, norm, width, eps_, line);
       });
-      multiply(head_.weight, input, num_rows * num_asked, [&](int64_t m, int64_t o, float* values, int64_t num) {
+      multiply(head_.weight, call.form_of(head_), input, num_rows * num_asked, [&](int64_t m, int64_t o, float* values, int64_t num) {
         head_.shift(o, values, num);
         for (int64_t b = 0; b < num; b++) narrow(values[b], results + m * outputs + o + b);
       });

@@ -21,9 +21,10 @@ void run(const Weight& weight, const at::Tensor& x, int64_t num_rows, at::Tensor
   T* results = static_cast<T*>(y.mutable_data_ptr());
   thread_local Buffer memory;
   float* ordered = memory.get(num_rows * weight.in);
-  reorder_for(weight, rows, num_rows * weight.in, ordered);
+  const Weight::Form form = weight.form(std::is_same_v<T, uint16_t>);
+  reorder_for(form, rows, num_rows * weight.in, ordered);
 #pragma omp parallel
-  multiply(weight, ordered, num_rows, [&](int64_t row, int64_t output, const float* values, int64_t num) {
+  multiply(weight, form, ordered, num_rows, [&](int64_t row, int64_t output, const float* values, int64_t num) {
     for (int64_t b = 0; b < num; b++) narrow(values[b], results + row * weight.out + output + b);
   });
 }

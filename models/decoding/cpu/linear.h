@@ -21,6 +21,9 @@ constexpr int kGroup = 8, kInputs = 6144;
 
 // A weight (out in) of float, bfloat16 or int8, the latter times `scale` (out).
 struct Weight {
+  // what its products are made of
+  enum class Form { kFloat, kBFloat16, kInt8, kPairs };
+
   const void* data = nullptr;
   const float* scale = nullptr;
   int64_t out = 0, in = 0;
@@ -35,24 +38,35 @@ struct Weight {
         kind(weight.scalar_type()) {}
 
   int64_t parts() const { return kind == at::kFloat ? 1 : kind == at::kBFloat16 ? 2 : 4; }
+
+  // `narrow`: inputs are bfloat16, or may become it.
+  Form form(bool narrow) const {
+    if (kind == at::kBFloat16) return narrow && Pairs::kAreFast ? Form::kPairs : Form::kBFloat16;
+    return kind == at::kFloat ? Form::kFloat : Form::kInt8;
+  }
 };
 
+// Bytes of an input in a weight's order.
+constexpr int64_t input_size(Weight::Form form) { return form == Weight::Form::kPairs ? 2 : 4; }
+
 // sums[m * kOutputs + b] of M reordered rows of x and kOutputs rows of w.
-using Block = void (*)(const float* x, const void* w, int64_t in, float* sums);
+using Block = void (*)(const void* x, const void* w, int64_t in, float* sums);
 
 template <class Kind, int M>
-void block(const float* x, const void* w, int64_t in, float* sums) {
+void block(const void* x, const void* w, int64_t in, float* sums) {
   // as many outputs at once as there are registers for their sums
   constexpr int B = M == 1 ? 8 : M * 4 <= kRegisters ? 4 : 2;
   const auto* weight = static_cast<const typename Kind::Element*>(w);
+  const auto* inputs = static_cast<const typename Kind::Input*>(x);
   for (int b = 0; b < kOutputs; b += B)
-    products<Kind, M, B>(x, weight + b * in, in, kOutputs, in, sums + b, kOutputs);
+    products<Kind, M, B>(inputs, weight + b * in, in, kOutputs, in, sums + b, kOutputs);
 }
 
 // The same for one output, where fewer than kOutputs are left.
 template <class Kind, int M>
-void single(const float* x, const void* w, int64_t in, float* sums) {
-  products<Kind, M, 1>(x, static_cast<const typename Kind::Element*>(w), in, 0, in, sums, kOutputs);
+void single(const void* x, const void* w, int64_t in, float* sums) {
+  products<Kind, M, 1>(static_cast<const typename Kind::Input*>(x), static_cast<const typename Kind::Element*>(w), in, 0,
+                       in, sums, kOutputs);
 }
 
 template <class Kind>
@@ -64,25 +78,31 @@ inline Block block_of(int rows, bool is_whole) {
   return (is_whole ? whole : singles)[rows - 1];
 }
 
-inline Block block_of(at::ScalarType kind, int rows, bool is_whole) {
-  if (kind == at::kFloat) return block_of<Float>(rows, is_whole);
-  if (kind == at::kBFloat16) return block_of<BFloat16>(rows, is_whole);
-  return block_of<Int8>(rows, is_whole);
+inline Block block_of(Weight::Form form, int rows, bool is_whole) {
+  switch (form) {
+    case Weight::Form::kFloat: return block_of<Float>(rows, is_whole);
+    case Weight::Form::kBFloat16: return block_of<BFloat16>(rows, is_whole);
+    case Weight::Form::kInt8: return block_of<Int8>(rows, is_whole);
+    default: return block_of<Pairs>(rows, is_whole);
+  }
 }
 
-// Rows in the order in which a weight's numbers come.
+// Inputs in the order, and of the type, in which they meet a weight's numbers.
 template <class T>
-inline void reorder_for(const Weight& weight, const T* x, int64_t size, float* ordered) {
-  if (weight.kind == at::kFloat) reorder<Float>(x, size, 1.0f, ordered);
-  else if (weight.kind == at::kBFloat16) reorder<BFloat16>(x, size, 1.0f, ordered);
-  else reorder<Int8>(x, size, 1.0f, ordered);
+inline void reorder_for(Weight::Form form, const T* x, int64_t size, void* ordered) {
+  switch (form) {
+    case Weight::Form::kFloat: return reorder<Float>(x, size, 1.0f, static_cast<float*>(ordered));
+    case Weight::Form::kBFloat16: return reorder<BFloat16>(x, size, 1.0f, static_cast<float*>(ordered));
+    case Weight::Form::kInt8: return reorder<Int8>(x, size, 1.0f, static_cast<float*>(ordered));
+    default: return reorder<Pairs>(x, size, 1.0f, static_cast<uint16_t*>(ordered));
+  }
 }
 
-// This thread's share of the outputs of all rows of `x`, which are in the weight's order: `take(row, output, values,
+// This thread's share of the outputs of all rows of `x`, which are in the order of `form`: `take(row, output, values,
 // num)` is called with a few outputs at a time. Weights that are used one after another are shared out alike, so that a
 // thread may go on to the next one without waiting.
 template <class Take>
-inline void multiply(const Weight& weight, const float* x, int64_t num_rows, const Take& take) {
+inline void multiply(const Weight& weight, Weight::Form form, const void* x, int64_t num_rows, const Take& take) {
   const int64_t num_blocks = (weight.out + kOutputs - 1) / kOutputs;
   const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
   const int64_t size = weight.in * static_cast<int64_t>(c10::elementSize(weight.kind));
@@ -96,11 +116,11 @@ inline void multiply(const Weight& weight, const float* x, int64_t num_rows, con
   for (int64_t start = begin; start < end; start += group)
     for (int64_t piece = 0; piece < num_pieces; piece++) {
       const int64_t row = num_rows * piece / num_pieces, rows = num_rows * (piece + 1) / num_pieces - row;
-      const float* inputs = x + row * weight.in;
+      const char* inputs = static_cast<const char*>(x) + row * weight.in * input_size(form);
       for (int64_t n = start; n < std::min(start + group, end); n++) {
         const int64_t first = n * kOutputs, num = std::min<int64_t>(kOutputs, weight.out - first);
         const char* w = static_cast<const char*>(weight.data) + first * size;
-        const Block sum = block_of(weight.kind, static_cast<int>(rows), num == kOutputs);
+        const Block sum = block_of(form, static_cast<int>(rows), num == kOutputs);
         if (num == kOutputs) sum(inputs, w, weight.in, sums);
         else
           for (int64_t b = 0; b < num; b++) sum(inputs, w + b * size, weight.in, sums + b);
