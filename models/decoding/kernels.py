@@ -32,8 +32,8 @@ INT8_MULTIPLE = 64
 
 
 class FewRowsLinear(nn.Linear):
-    """nn.Linear whose calls of few rows, up to 16 or, of float32, 32, read each weight once per 8
-    of them.
+    """nn.Linear whose calls of few rows, up to 32 or, of bfloat16 where the processor does not
+    multiply it, 16, read each weight once per 8 of them.
 
     Sums are float32, and a row's do not depend on the other rows of the call. The weight may be
     bfloat16 where inputs and results are float32. For inference only.

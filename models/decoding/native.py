@@ -26,8 +26,9 @@ from models.decoding.tree import Branches
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # whose angles do not depend on how long the text is
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# of one call; beyond, torch's products are faster, those of bfloat16 where processors have them
-MOST_TOKENS = {torch.float32: 512, torch.bfloat16: 16}
+# of one call; beyond, torch's products are faster, those of bfloat16 where our kernels have none of
+# their own
+MOST_TOKENS, MOST_UNPAIRED = 512, 16
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NETWORK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -36,8 +37,9 @@ class NativeSteps:
     """A model's steps over a ragged cache of up to `capacity` tokens. Its weights are moved to
     large pages; it must not be changed afterwards.
 
-    Everything but weights and cache is float32, also of bfloat16 models. A token's logits do not
-    depend on the other tokens of its call.
+    Everything but weights and cache is float32, also of bfloat16 models; where the processor
+    multiplies bfloat16, what a bfloat16 weight is multiplied with is rounded to it, as transformers
+    does. A token's logits do not depend on the other tokens of its call.
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int):
@@ -45,7 +47,8 @@ class NativeSteps:
         config = model.config
         body: Any = model.model
         embedding: Any = model.get_input_embeddings()
-        self._most = MOST_TOKENS[model.dtype]
+        is_slow = model.dtype == torch.bfloat16 and not torch.ops.draftsmith.has_pairs()
+        self._most = MOST_UNPAIRED if is_slow else MOST_TOKENS
         self._head = model.get_output_embeddings()
         positions_1P = torch.arange(capacity, device="cpu").unsqueeze(0)
         cos_1PD, sin_1PD = body.rotary_emb(torch.zeros(1), positions_1P)
@@ -70,7 +73,7 @@ class NativeSteps:
         """For a model that this code knows and that uses our kernels (`use_kernel`); None for
         others.
         """
-        if type(model).__name__ not in FAMILIES or model.dtype not in MOST_TOKENS:
+        if type(model).__name__ not in FAMILIES or model.dtype not in (torch.float32, torch.bfloat16):
             return None
         if not type(model).__module__.startswith("transformers.") or not has_kernels():
             return None

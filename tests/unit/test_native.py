@@ -244,7 +244,7 @@ def test_calls_of_many_tokens_go_through_the_modules() -> None:
     use_kernel(model)
     native = NativeSteps.of(model, CAPACITY)
     assert native is not None
-    most = MOST_TOKENS[torch.float32]
+    most = MOST_TOKENS
     assert native.takes(torch.zeros(1, most)) and native.takes(torch.zeros(most, 1))
     assert not native.takes(torch.zeros(1, most + 1))
 

@@ -12,8 +12,8 @@
 namespace draftsmith {
 namespace {
 
-// beyond, torch's own product is faster: of floats, and of bfloat16, for which processors have instructions
-constexpr int64_t kMostFloatRows = 32, kMostRows = 16;
+// beyond, torch's own product is faster, that of bfloat16 sooner where there are no instructions for it here
+constexpr int64_t kMostRows = 32, kMostUnpairedRows = 16;
 
 template <class T>
 void run(const Weight& weight, const at::Tensor& x, int64_t num_rows, at::Tensor& y) {
@@ -38,7 +38,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const at::ScalarType type = x.scalar_type();
   const bool fits = read.in % (kLanes * read.parts()) == 0 && weight.is_contiguous() &&
                     (type == at::kFloat || type == at::kBFloat16);
-  if (!fits || num_rows > (type == at::kFloat ? kMostFloatRows : kMostRows)) {
+  const bool is_slow = type == at::kBFloat16 && !Pairs::kAreFast;
+  if (!fits || num_rows > (is_slow ? kMostUnpairedRows : kMostRows)) {
     at::Tensor plain = weight.to(type);
     if (scale) plain.mul_(scale->unsqueeze(1));
     return at::linear(x, plain, bias);
@@ -57,6 +58,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor");
+  library.def("has_pairs() -> bool", [] { return draftsmith::Pairs::kAreFast; });
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) { library.impl("linear", draftsmith::linear); }
