@@ -103,8 +103,9 @@ def test_bfloat16_models_get_the_law_of_their_float32_twins(family: str) -> None
         assert float(gap.max()) < 0.05
 
 
-def test_a_tokens_logits_do_not_depend_on_the_calls_other_tokens() -> None:
-    model = wide("llama")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_logits_do_not_depend_on_the_calls_other_tokens(dtype: torch.dtype) -> None:
+    model = wide("llama").to(dtype)
     use_kernel(model)
     engine, _ = engines(model)
     alone = []
@@ -141,6 +142,36 @@ def test_candidates_of_a_tree_see_their_own_path() -> None:
             engine.forward(ids, branches.positions_BT, last_only=True, **given), found[-1][:, -1:]
         )
     torch.testing.assert_close(*found, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_candidate_has_the_logits_that_it_has_as_text(dtype: torch.dtype) -> None:
+    """Bit for bit, wherever in the cache the candidates before it stand: greedy outputs do not
+    depend on what was drafted.
+    """
+    model = wide("llama").to(dtype)
+    use_kernel(model)
+    engine = Engine(model, num_rows=1, capacity=CAPACITY, compiled=False)
+    assert engine._native is not None
+    rng = torch.Generator().manual_seed(0)
+    for length in (3, 14, 15, 16, 30, 47):
+        tree = Tree()
+        for node in range(14):
+            parent = int(torch.randint(-1, node, (), generator=rng)) if node else ROOT
+            tree.add(3 + node, parent, 1.0)
+        branches = Branches.of([tree], [length], [[ROOT, *range(14)]], torch.device("cpu"))
+        engine.prefill(TEXT[: length - 1])
+        ids = torch.tensor([[TEXT[length - 1], *tree.ids]])
+        given = {"longest": length + 14, "branches": branches}
+        found = engine.forward(ids, branches.positions_BT, **given)[0]
+        for node in range(14):
+            path = [tree.ids[n] for n in tree.path(node)]
+            engine.prefill(TEXT[: length - 1])
+            for place, token in enumerate([TEXT[length - 1], *path], length - 1):
+                one, where = torch.tensor([[token]]), torch.tensor([[place]])
+                alone = engine.forward(one, where, longest=place + 1)
+            assert torch.equal(alone[0, 0], found[1 + node])
 
 
 def test_scaled_angles_are_the_models_own() -> None:

@@ -102,15 +102,34 @@ struct Head {
     }
     float most = largest[0];
     for (int lane = 1; lane < kLanes; lane++) most = std::max(most, largest[lane]);
-    Floats sum = {};
     for (int64_t i = 0; i < padded; i += kLanes) {
       const Floats weights = exponential(load<Floats>(scores + i) - most);
       std::memcpy(scores + i, &weights, sizeof weights);
-      sum += weights;
     }
-    float total = 0;
-    for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
-    return 1 / total;
+    return 1 / total(scores, mask + begin, num);
+  }
+
+  // The sum of the weights of `num` keys that the mask admits, in an order that does not depend on where they stand:
+  // of a tree's candidates, others stand between those that become text, and the text's next step has to find the same.
+  static float total(const float* weights, const bool* mask, int64_t num) {
+    int64_t i = std::find(mask, mask + num, true) - mask;
+    const int64_t hole = std::find(mask + i, mask + num, false) - mask;
+    Floats sums = {};
+    for (; i + kLanes <= hole; i += kLanes) sums += load<Floats>(weights + i);
+    float rest[kLanes] = {};
+    int filled = 0;
+    for (; i < num; i++) {
+      if (!mask[i]) continue;
+      rest[filled++] = weights[i];
+      if (filled < kLanes) continue;
+      sums += load<Floats>(rest);
+      std::fill_n(rest, kLanes, 0.0f);
+      filled = 0;
+    }
+    sums += load<Floats>(rest);
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+    return sum;
   }
 };
 
@@ -181,7 +200,6 @@ struct Attention {
       end = std::max(end, last);
       reorder<Kind>(q.data + row * q.row + head * q.head + t * q.step, size, scaling, ordered + m * size);
     }
-    begin = begin / kLanes * kLanes;  // a query's sums then have one order whatever its neighbours see
     const int64_t past = rows ? rows[row] : row;
     const Head<Kind> head{ordered, k.data + past * k.row + shared * k.head, v.data + past * v.row + shared * v.head,
                           k.step,  v.step, begin, end, size};
