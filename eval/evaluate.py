@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from conf.choices import Stage
 from conf.contracts import (
     Corpus,
     Cost,
@@ -61,7 +62,8 @@ CATCHING_UP = (1, 2)  # tokens a draft reads at once: shapes to compile
 def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
     """Measure acceptance and speed of the exported draft; writes report.json, plots and the page.
 
-    Rerunning with the same configuration shows the finished report again.
+    Running the whole pipeline again shows the finished report; `stage=evaluate` measures again,
+    and may do so by other settings. The old report stays until the new one is complete.
     """
     draft_manifest, lessons, corpus = (
         Draft.read(run.draft),
@@ -76,7 +78,8 @@ def evaluate(config: Config, run: Run, tracker: Tracker) -> Report:
         compile=config.runtime.compile,
         int8_draft=config.runtime.int8_draft,
     )
-    if run.resume(run.report, Report, made_by) is Resume.complete:
+    is_asked = config.stage is Stage.evaluate
+    if not is_asked and run.resume(run.report, Report, made_by) is Resume.complete:
         report = Report.read(run.report)
         show(report, run, tracker)
         return report

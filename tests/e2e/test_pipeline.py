@@ -341,15 +341,16 @@ def test_a_rerun_skips_everything_and_shows_the_same_report(finished: Finished) 
 def test_peak_memory_and_time_count_stages_run_by_other_commands(finished: Finished) -> None:
     copy = finished.folder.with_name("copy")
     shutil.copytree(finished.folder, copy, symlinks=True)
-    shutil.rmtree(copy / "report")
     manifest = copy / "draft" / "manifest.json"
     tree = json.loads(manifest.read_text("utf-8"))
     assert tree["provenance"]["peak_memory_gib"] > 0.1  # torch alone takes more
     assert tree["provenance"]["seconds"] > tree["seconds"]  # loading and export besides training
     tree["provenance"] |= {"peak_memory_gib": 99.0, "seconds": 1234.0}
     manifest.write_text(json.dumps(tree), "utf-8")
-    finished.place.run("name=copy", "stage=evaluate", "tracker=none")
+    # asked for by name, a finished report is measured again, also by other settings
+    finished.place.run("name=copy", "stage=evaluate", "eval.gammas=[3]", "tracker=none")
     report = Report.read(copy / "report")
+    assert {row.gamma for row in report.results if not row.by_cost} == {3}
     assert report.peak_memory_gib == 99.0
     assert report.seconds_by_stage["distill"] == 1234.0
 
