@@ -36,6 +36,8 @@ from conf.errors import UserError
 from conf.run import write_atomically
 from data.codec import VERSION, Laws, encode, join, pack, read_packed, width
 
+SHARDS = "*.safetensors"  # their names in a folder
+
 
 class ShardError(UserError, ValueError):
     """A shard that cannot be trusted. The message names the file and says how to make it again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from conf.schema import Config
 from data.chat import with_system_prompt
 from models.endpoints import Endpoints, Refused
 from models.jobs import Job
+from models.laws import require_same_law
 from models.served import Reader, Said
 
 # the whole law at its temperature, which servers narrow down unless told, and ids beside texts;
@@ -22,7 +22,6 @@ AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 MOST_IDS = (20, 5)  # of servers that limit them: vLLM and OpenAI's chats, OpenAI's completions
 TRIED = 8  # prompts at most
 PROBED = 8  # tokens of the answer that shows what a server can
-MOVED = 0.25  # nats by which a law may differ between two calls of one server
 
 
 @dataclass
@@ -55,17 +54,13 @@ class Requests:
         attempt: int = 0,
         temperature: float | None = None,
     ) -> dict[str, Any]:
-        """Asks for so many tokens of a job's answer, behind its first tokens `after`.
-
-        The seed depends on the run, the answer and the attempt alone.
-        """
-        seed = random.Random(f"{self.config.seed}-{job.index}-{attempt}").randrange(2**31)
+        """Asks for so many tokens of a job's answer, behind its first tokens `after`."""
         body = {
             "model": self.model,
             "max_tokens": max_tokens,
             "temperature": job.temperature if temperature is None else temperature,
             "top_p": 1.0,
-            "seed": seed,
+            "seed": job.seed(self.config.seed, attempt),
             **self.more,
         }
         if self.config.generate.server.api is ServerApi.chat:
@@ -172,22 +167,16 @@ class Trial:
         self.say(f"generate: {difference}; its answers are recorded behind the latter.")
 
     async def _require_laws_at_one(self, job: Job, said: Said) -> None:
-        """Lessons hold laws at temperature 1, whatever an answer was sampled at: a law must not
-        change with the temperature of its request.
-        """
         assert said.laws is not None
-        for temperature in sorted({*self.config.generate.temperatures} - {1.0}):
+        temperatures = self.config.generate.temperatures
+        for temperature in sorted({*temperatures} - {1.0}):
             other = await self._ask(job, 1, temperature)
-            law = other.laws[0] if other.laws else {}
-            shared = said.laws[0].keys() & law.keys()
-            moved = max((abs(said.laws[0][number] - law[number]) for number in shared), default=99)
-            require(
-                moved <= MOVED,
-                "generate.temperatures",
-                list(self.config.generate.temperatures),
-                f"the server's log-probabilities at {temperature} are not those at 1, which are"
-                " what a draft learns",
-                "Use generate.temperatures=[1.0], or let the server give them as they are before"
-                " sampling (vLLM: --logprobs-mode raw_logprobs; SGLang:"
-                " SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
+            require_same_law(
+                said.laws[0],
+                other.laws[0] if other.laws else {},
+                temperature,
+                temperatures,
+                whose="the server's",
+                way_out="let the server give them as they are before sampling (vLLM:"
+                " --logprobs-mode raw_logprobs; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
             )

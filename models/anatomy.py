@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conf.errors import ConfigError
 from conf.groups import TargetConfig
@@ -104,13 +105,23 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
     return smaller
 
 
+def without_weights(
+    config: PretrainedConfig, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model that a configuration describes, on the meta device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code
+        )
+    return model
+
+
 def anatomy_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Anatomy:
     """Count the weights of the model that a configuration describes; raises ConfigError for one
     that describes no causal language model.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: Any = without_weights(config, trust_remote_code=trust_remote_code)
     except ValueError as failed:
         raise ConfigError(
             f"target.path: {why_not_loaded(failed)}. Give a causal language model."

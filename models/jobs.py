@@ -4,6 +4,7 @@ computed.
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from conf.schema import Config
 from data.chat import render_prompt
 from data.codec import law_bytes, width
 from data.prepare import read_prompts
+from data.shards import SHARDS
 from models.load import Target
-from models.recording import SHARDS
 
 # in the order they are answered: without validation answers nothing can be selected
 SPLITS = ("validation", "train")
@@ -48,6 +49,10 @@ class Job:
     keep_hidden: bool
     messages: Sequence[dict[str, str]] = ()  # the conversation that `prompt` renders
     follow_ups: Sequence[Sequence[dict[str, str]]] = ()
+
+    def seed(self, run_seed: int, attempt: int = 0) -> int:
+        """Of the answer where another program draws it; depends on nothing else."""
+        return random.Random(f"{run_seed}-{self.index}-{attempt}").randrange(2**31)
 
 
 # of a prompt, its split, its number there, its category, its ids and itself

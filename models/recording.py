@@ -5,7 +5,7 @@ the end.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +14,9 @@ import torch
 from conf.contracts import MANIFEST, Lessons, SplitLessons
 from conf.errors import UserError
 from data.codec import cut_at_mass
-from data.shards import Row, ShardError, check_shard, entry_of, read_shard, write_shard
+from data.shards import SHARDS, Row, ShardError, check_shard, entry_of, read_shard, write_shard
 from models.decoding.autoregressive import Answer
-
-SHARDS = "*.safetensors"
+from models.jobs import Job
 
 
 class RecordingStopped(UserError):
@@ -79,6 +78,22 @@ def row_of(answer: Answer, category: str, mass: float) -> Row:
         top_log_p=cut_at_mass(answer.log_probabilities_MK, mass),
         hidden=None if answer.hidden_ND is None else answer.hidden_ND.bfloat16(),
     )
+
+
+def written(
+    answers: Iterable[Answer], jobs: Sequence[Job], writer: Writer, mass: float
+) -> Iterator[Answer]:
+    """Write each answer to a job and hand it on. When no more come, or one fails, what is left is
+    written too.
+    """
+    by_index = {job.index: job for job in jobs}
+    try:
+        for answer in answers:
+            job = by_index[answer.index]
+            writer.add(job.split, row_of(answer, job.category, mass))
+            yield answer
+    finally:
+        writer.close()
 
 
 def _name(split: str, rank: int, number: int) -> str:

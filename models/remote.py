@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from conf.choices import ServerApi
 from conf.schema import Config
 from models.ability import TRIED, Requests, Trial
+from models.anatomy import without_weights
 from models.decoding.autoregressive import Answer
 from models.endpoints import Broken, Endpoints
 from models.jobs import Job
+from models.laws import as_tensors
 from models.load import Target
-from models.recording import Writer, row_of
-from models.served import Reader, Said, as_tensors, until_stop
+from models.recording import Writer, written
+from models.served import Reader, Said, until_stop
 
 SEEDS = 3  # tried where an answer has no readable token
 
@@ -30,10 +29,9 @@ class Remote:
 
     def __init__(self, config: Config, target: Target, say: Callable[[str], None]) -> None:
         self.config, self.target, self.say = config, target, say
-        with torch.device("meta"):
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                target.config, trust_remote_code=config.target.trust_remote_code
-            )
+        self.model = without_weights(
+            target.config, trust_remote_code=config.target.trust_remote_code
+        )
         self.reader = Reader(target.tokenizer)
         self.endpoints = Endpoints(config.generate.server, say)
         self.requests = Requests(config, config.generate.server.model)
@@ -81,17 +79,17 @@ class Remote:
         """
         if not self._is_open:
             self.open(jobs)
-        by_index = {job.index: job for job in jobs}
-        try:
-            for answer in self.endpoints.map(self._answer, jobs):
-                if answer is None:
-                    self.num_unreadable += 1
-                    continue
-                job = by_index[answer.index]
-                writer.add(job.split, row_of(answer, job.category, self.config.generate.mass))
+        yield from written(self._readable(jobs), jobs, writer, self.config.generate.mass)
+
+    def _readable(self, jobs: Sequence[Job]) -> Iterator[Answer]:
+        for answer in self.endpoints.map(self._answer, jobs):
+            if answer is None:
+                self.num_unreadable += 1
+            else:
                 yield answer
-        finally:
-            writer.close()
+
+    def close(self) -> None:
+        """The servers are left as they are."""
 
     async def _answer(self, job: Job) -> Answer | None:
         most = self.config.generate.max_new_tokens

@@ -5,8 +5,6 @@ the target has one token (OpenAI) where together they are the whole answer. Noth
 answer whose ids do not follow exactly has none.
 """
 
-# M generated tokens, K recorded ids
-
 from __future__ import annotations
 
 import math
@@ -15,11 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.codec import UNRECORDED
 from models.decoding.translated import WORD_START, token_bytes
 from models.endpoints import Broken
 
@@ -177,18 +172,3 @@ def until_stop(said: Said, stop_ids: Collection[int]) -> Said:
                 said, tokens=said.tokens[: place + 1], laws=laws, is_whole=True, ended=True
             )
     return said
-
-
-def as_tensors(laws: Sequence[Mapping[int, float]], top_k: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities, MK in falling order, at most `top_k`; shorter laws end in id 0 and
-    UNRECORDED.
-    """
-    ranked = [sorted(law.items(), key=lambda entry: -entry[1])[:top_k] for law in laws]
-    longest = max(map(len, ranked), default=0)
-    ids_MK = torch.zeros(len(ranked), longest, dtype=torch.int)
-    log_p_MK = torch.full((len(ranked), longest), UNRECORDED)
-    for place, law in enumerate(ranked):
-        if law:
-            ids_MK[place, : len(law)] = torch.tensor([number for number, _ in law])
-            log_p_MK[place, : len(law)] = torch.tensor([value for _, value in law])
-    return ids_MK, log_p_MK

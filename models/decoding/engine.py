@@ -129,6 +129,12 @@ def _prepare(model: PreTrainedModel) -> None:
             layer.forward = _Dispatch(layer, index)
 
 
+def shared_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """What all prompts begin with; every one keeps a token of its own."""
+    shortest = min(map(len, prompts))
+    return list(os.path.commonprefix([list(prompt) for prompt in prompts])[: shortest - 1])
+
+
 class Engine:
     """A model, a ragged cache of `num_rows` rows of `capacity` tokens, and the one call that
     advances them. The model must not be changed afterwards: compiled steps no longer check it.
@@ -292,8 +298,7 @@ class Engine:
         """Read what all prompts begin with, a system prompt mostly, once and for all. Takes row 0;
         every prompt keeps a token of its own.
         """
-        shortest = min(map(len, prompts))
-        self._shared = list(os.path.commonprefix([list(p) for p in prompts])[: shortest - 1])
+        self._shared = shared_beginning(prompts)
         if self._shared:
             self.prefill(self._shared)
             for layer in self.cache.ragged:
