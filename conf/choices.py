@@ -31,6 +31,7 @@ class Turns(StrEnum):
 class Engine(StrEnum):
     builtin = "builtin"  # our own, with the target's weights in this process
     server = "server"  # OpenAI-compatible servers: vLLM, SGLang, llama.cpp, a cloud
+    vllm = "vllm"  # in this process, where it is installed
 
 
 class ServerApi(StrEnum):

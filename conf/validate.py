@@ -9,8 +9,10 @@ from pathlib import Path
 
 from conf.choices import Divergence, DraftInit, Engine, SourceKind, Stage, Supervision, Turns
 from conf.errors import require
-from conf.groups import ObjectiveConfig, SourceConfig
+from conf.groups import GenerateConfig, ObjectiveConfig, SourceConfig
 from conf.schema import Config
+
+LOWEST, HIGHEST = 0.01, 2.0  # vLLM's temperatures, beside 0
 
 
 def validate(config: Config) -> None:
@@ -88,6 +90,8 @@ def validate(config: Config) -> None:
     _validate_objective(config.objective)
     if config.generate.engine is Engine.server:
         _validate_server(config)
+    if config.generate.engine is Engine.vllm and config.stage in (Stage.all, Stage.generate):
+        _validate_vllm(config.generate)
 
 
 def _validate_server(config: Config) -> None:
@@ -115,6 +119,24 @@ def _validate_server(config: Config) -> None:
             "generate.server.laws=false records no distributions to learn from",
             "Use objective=hard",
         )
+
+
+def _validate_vllm(generate: GenerateConfig) -> None:
+    require(
+        importlib.util.find_spec("vllm") is not None,
+        "generate.engine",
+        generate.engine,
+        "vLLM is not installed",
+        "Run pip install vllm, or use generate.engine=builtin",
+    )
+    # it raises lower temperatures without a refusal, and refuses higher ones
+    require(
+        all(t == 0 or LOWEST <= t <= HIGHEST for t in generate.temperatures),
+        "generate.temperatures",
+        list(generate.temperatures),
+        f"vLLM samples at 0 and at {LOWEST} to {HIGHEST}",
+        "Choose among these, or use generate.engine=builtin",
+    )
 
 
 def _validate_objective(objective: ObjectiveConfig) -> None:

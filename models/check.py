@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from conf.choices import DraftInit, DraftVocab, Stage
+from conf.choices import DraftInit, DraftVocab, Engine, Stage
 from conf.errors import ConfigError, require
 from conf.schema import Config
 from conf.validate import validate_draft_layers
@@ -49,7 +49,7 @@ def validate_models(config: Config, say: Callable[[str], None] | None = None) ->
     device_of(config.runtime)
     target = open_target(config, say)
     validate_draft_layers(config, target.config.num_hidden_layers)
-    if not config.generate.sees_inside:
+    if config.generate.engine is Engine.server:
         require_weights(config, target)
     if config.draft.init is not DraftInit.pretrained:
         return

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
+from conf import choices
 from conf.contracts import Corpus, Lessons
 from conf.run import Resume, Run, determined, process_rank, provenance
 from conf.schema import Config
@@ -33,6 +34,7 @@ from models.recording import (
     take_stock,
 )
 from models.remote import Remote
+from models.with_vllm import Vllm
 
 REPORT_SECONDS = 20.0
 
@@ -67,12 +69,11 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     done = answers_on_disk(folder, process_rank(), tracker.message)
     planned = at_their_longest(jobs, config.generate)
     require_room(config, planned, done, target.config, folder, tracker.message)
-    teacher: BuiltIn | Remote
-    if config.generate.sees_inside:
-        teacher = BuiltIn(config, target)
-    else:
-        teacher = Remote(config, target, tracker.message)
-    seconds, num_tokens = _answer_jobs(config, target, teacher, jobs, done, folder, tracker)
+    teacher = open_teacher(config, target, tracker.message)
+    try:
+        seconds, num_tokens = _answer_jobs(config, target, teacher, jobs, done, folder, tracker)
+    finally:
+        teacher.close()
     PartialState().wait_for_everyone()
     if process_rank() != 0:
         PartialState().wait_for_everyone()
@@ -108,6 +109,33 @@ def generate(config: Config, run: Run, tracker: Tracker) -> Lessons:
     return lessons
 
 
+class Teacher(Protocol):
+    """An engine that the target answers with; `model` may be without weights."""
+
+    model: PreTrainedModel
+    device: str
+
+    def record(self, jobs: Sequence[Job], writer: Writer) -> Iterator[Answer]:
+        """Answer jobs, none of which waits for another, and write what was recorded."""
+
+    def manifest(self) -> dict[str, Any]:
+        """What is to be known of the recording."""
+
+    def close(self) -> None:
+        """Give back what the engine holds outside this process."""
+
+
+def open_teacher(config: Config, target: Target, say: Callable[[str], None]) -> Teacher:
+    """The engine that the configuration names."""
+    match config.generate.engine:
+        case choices.Engine.server:
+            return Remote(config, target, say)
+        case choices.Engine.vllm:
+            return Vllm(config, target, say)
+        case choices.Engine.builtin:
+            return BuiltIn(config, target)
+
+
 class BuiltIn:
     """Our own engine, with the target's weights in this process."""
 
@@ -128,11 +156,14 @@ class BuiltIn:
         """What is to be known of the recording."""
         return {"kind": "builtin"}
 
+    def close(self) -> None:
+        """Nothing is held outside this process."""
+
 
 def _answer_jobs(
     config: Config,
     target: Target,
-    teacher: BuiltIn | Remote,
+    teacher: Teacher,
     jobs: list[Job],
     done: set[int],
     folder: Path,

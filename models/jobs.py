@@ -167,11 +167,10 @@ def _bytes(
     generated = settings.max_new_tokens * share_of_length
     num_prompt = sum(len(job.prompt) for job in jobs)
     num_laws = len(jobs) * generated
-    if settings.record_prompts and settings.sees_inside:
+    if settings.reads_prompts:
         num_laws += sum(len(job.prompt) for job in jobs if job.split == "train")
     num_hidden = sum(job.keep_hidden for job in jobs) * generated
-    has_laws = settings.sees_inside or settings.server.laws
-    num_ids = round(settings.top_k * share_of_ids) if has_laws else 0
+    num_ids = round(settings.top_k * share_of_ids) if settings.has_laws else 0
     num_files = len(jobs) / settings.rows_per_shard + 2 * len(SPLITS)
     return (
         num_laws * law_bytes(num_ids, target.vocab_size)

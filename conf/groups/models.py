@@ -16,6 +16,7 @@ from conf.choices import (
 )
 from conf.errors import require
 from conf.server import ServerConfig
+from conf.vllm import VllmConfig
 
 
 @dataclass
@@ -38,6 +39,7 @@ class GenerateConfig:
 
     engine: Engine = Engine.builtin
     server: ServerConfig = field(default_factory=ServerConfig)  # of engine=server
+    vllm: VllmConfig = field(default_factory=VllmConfig)  # of engine=vllm
     # cycled over the answers
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     answers_per_prompt: int = 1
@@ -48,10 +50,10 @@ class GenerateConfig:
     mass: float = 0.95
     top_k: int = 32
     # also record the laws of a training prompt's own tokens, which reading it computes: more to
-    # learn from for little (engine=builtin)
+    # learn from for little (not engine=server)
     record_prompts: bool = True
-    # at most so many training positions keep their final hidden state, for the warm start; of a
-    # server's answers the distil stage computes it
+    # at most so many training positions keep their final hidden state, for the warm start; of what
+    # other engines than our own answer, the distil stage computes it
     warm_start_tokens: int = 32768
     rows_per_shard: int = 256
     max_gib: float = 8.0  # refuse a recording larger than this
@@ -84,17 +86,30 @@ class GenerateConfig:
 
     @property
     def sees_inside(self) -> bool:
-        """Whether the target answers in this process, so that prompts have laws and positions
-        hidden states.
-        """
+        """Whether our own engine answers, so that positions have hidden states."""
         return self.engine is Engine.builtin
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether training prompts' own tokens have laws."""
+        return self.record_prompts and self.engine is not Engine.server
+
+    @property
+    def has_laws(self) -> bool:
+        """Whether answers have."""
+        return self.engine is not Engine.server or self.server.laws
+
     def what_determines(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Of this group's JSON, what a recording depends on: not which servers there are."""
-        if self.sees_inside:
-            return {key: tree[key] for key in tree if key not in ("engine", "server")}
+        """Of this group's JSON, what a recording depends on: not which servers there are, nor what
+        vLLM may use.
+        """
+        shared = {key: tree[key] for key in tree if key not in ("engine", "server", "vllm")}
+        if self.engine is Engine.builtin:
+            return shared
+        if self.engine is Engine.vllm:
+            return {**shared, "engine": tree["engine"]}
         server = {key: tree["server"][key] for key in ("model", "api", "laws")}
-        return {**tree, "server": server}
+        return {**shared, "engine": tree["engine"], "server": server}
 
 
 @dataclass

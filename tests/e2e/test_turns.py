@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,14 @@ def test_a_server_answers_every_turn(place: Place) -> None:
             for stage in ("prepare", "generate"):
                 place.run(*mine, f"stage={stage}")
             assert assert_each_turn_follows_the_answers_before(place, api) >= 25
+
+
+def test_vllm_answers_every_turn(place: Place) -> None:
+    for stage in ("prepare", "generate"):
+        mine = place.command(*settings("vllm"), "generate=vllm", f"stage={stage}")
+        module = [sys.executable, "-m", "tests.stand_in_vllm", "0"]
+        place.execute([*module, *mine[2:]], 0)
+    assert assert_each_turn_follows_the_answers_before(place, "vllm") >= 25
 
 
 def test_the_last_turn_alone_is_answered_where_that_is_asked_for(place: Place) -> None:

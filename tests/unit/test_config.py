@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from conf.errors import ConfigError
 from conf.schema import CONFIG_FOLDER, GROUPS, Config, folder_name, register, setting_names, typed
 from conf.validate import validate
+from tests.stand_in_vllm import stand_in
 from tests.tiny import tiny_model, tiny_tokenizer
 from train import app
 
@@ -61,6 +63,7 @@ def test_recipe_and_option_compose_and_are_valid(
 ) -> None:
     (tmp_path / "README.md").write_text("text\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "vllm", stand_in())
     config = composed(choice, *NEEDED.get(choice, []))
     validate(config)
     for job in jobs(choice):
@@ -155,6 +158,7 @@ def train(
     capfd: pytest.CaptureFixture[str],
 ) -> Train:
     """`python -m train`, in this process: what a command that must fail with 2 says on stderr."""
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
     defaults = {
         **{"target": "hub", "target.path": place / "target", "target.dtype": "float32"},
         **{"data": "file", "data.sources.prompts.path": place / "train.jsonl"},
@@ -298,6 +302,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
         ["eval.suites.prompts.turns=every"],
         ["eval.suites.prompts.turns=every", "Use last"],
     ),
+    "no vLLM": (["generate=vllm"], ["generate.engine=vllm", "not installed", "pip install vllm"]),
+    "no GPU for vLLM": (
+        ["generate.vllm.tensor_parallel_size=0"],
+        ["generate.vllm.tensor_parallel_size=0", "Use 1 or more"],
+    ),
+    "all memory and more": (
+        ["generate.vllm.gpu_memory_utilization=90"],
+        ["generate.vllm.gpu_memory_utilization=90", "Use for example 0.9"],
+    ),
     "no server": (["generate=server"], ["generate.server.urls=[]", "Give the address"]),
     "no address": (
         ["generate=server", "generate.server.urls=[localhost]"],
@@ -391,6 +404,16 @@ def test_a_failed_job_of_a_multirun_is_told_and_the_others_run(train: Train) -> 
     lines = train("-m", "draft.num_layers=5,6")
     assert [line.partition(":")[0] for line in lines] == ["error", "error"]
     assert ["num_layers=5" in lines[0], "num_layers=6" in lines[1]] == [True, True]
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_vllm_is_asked_for_no_temperature_that_it_changes(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", stand_in())
+    config = composed("generate=vllm", f"generate.temperatures=[0,{temperature}]")
+    with pytest.raises(ConfigError, match="vLLM samples at 0 and at 0.01 to 2.0"):
+        validate(config)
 
 
 def test_names_of_settings_are_those_of_the_configuration() -> None:
