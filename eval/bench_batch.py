@@ -13,8 +13,9 @@ from conf.choices import Verification
 from eval.pair import ModelPair
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds
+from models.decoding.rows import Request
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Decoder, Request
+from models.decoding.speculative import Decoder
 
 NUM_ROWS = 8
 CONTEXT = 128  # tokens in the cache while a step is timed

@@ -39,7 +39,8 @@ from eval.speed import ratio_interval
 from eval.ties import tie
 from models.decoding.autoregressive import Generator, Request
 from models.decoding.draft_model import ModelDrafter
-from models.decoding.engine import Engine, cache_argument, measure_seconds
+from models.decoding.engine import Engine, measure_seconds
+from models.decoding.routing import cache_argument
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
 from models.draft import from_layers

@@ -23,8 +23,9 @@ from models.decoding.engine import Engine, narrow_head
 from models.decoding.kernels import use_kernel
 from models.decoding.length import StopBelow
 from models.decoding.quantized import quantize
+from models.decoding.rows import Round
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Decoder, Round
+from models.decoding.speculative import Decoder
 from models.decoding.translated import TranslatedDrafter
 from models.draft import read_hot_ids
 from models.load import Target, device_of, load_folder, load_model, open_target

@@ -14,8 +14,9 @@ from conf.contracts import Cost, Interval
 from models.decoding.counts import Counts
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds, synchronise
+from models.decoding.rows import Round
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Decoder, Round
+from models.decoding.speculative import Decoder
 
 CONTEXT = 128  # tokens in the cache while a step is timed
 RESAMPLES = 2000

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from conf.errors import ConfigError
 from conf.groups import TargetConfig
-from models.decoding.engine import decoder_layers
+from models.decoding.routing import decoder_layers
 from models.load import gguf_file, why_not_loaded
 
 # what families call their number of experts, and how many of them a token visits

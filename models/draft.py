@@ -30,7 +30,7 @@ from conf.groups import DraftConfig
 from data.batches import Batch
 from data.shards import Row
 from models.anatomy import with_layers
-from models.decoding.engine import decoder_layers
+from models.decoding.routing import decoder_layers
 from models.lora import merged
 from models.packed import hidden_states, pack_attention
 

@@ -13,8 +13,9 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models.decoding.rows import Request
 from models.decoding.sampling import Sampling, law, penalise
-from models.decoding.speculative import Decoder, Request
+from models.decoding.speculative import Decoder
 from models.decoding.tree import Branches
 
 SIGNIFICANCE = 1e-6

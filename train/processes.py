@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from conf.choices import Optimizer, Supervision
 from conf.errors import require
 from conf.schema import Config
-from models.decoding.engine import decoder_layers
+from models.decoding.routing import decoder_layers
 from models.draft import DraftModel
 
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from data.batches import collate
 from data.shards import Row
-from models.decoding.engine import cache_argument
+from models.decoding.routing import cache_argument
 from models.decoding.sampling import Sampling, law
 from models.draft import DraftModel
 from train.head import Head

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from models.decoding.drafters import Proposal
-from models.decoding.engine import FEW_QUERIES, Engine
+from models.decoding.engine import Engine
 from models.decoding.growing import Growing, Held
 from models.decoding.kernels import largest
 from models.decoding.length import Look, Rule, Shape
+from models.decoding.routing import FEW_QUERIES
 from models.decoding.sampling import (
     Sampling,
     check_finite,

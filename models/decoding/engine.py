@@ -5,134 +5,28 @@ Only one decoder layer is compiled, not the model: its code does not depend on t
 weights, so the result serves every layer, and compiling takes seconds.
 """
 
-# B rows, T new positions, V vocabulary, S readable cache, K key-value heads, G query heads per
-# key-value head
+# B rows, T new positions, V vocabulary, S readable cache
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedModel
 
-from conf.errors import UserError
 from models.decoding.cache import RaggedCache
 from models.decoding.compiled import Compiled, has_compiler
-from models.decoding.kernels import can_attend, has_kernels
+from models.decoding.kernels import has_kernels
 from models.decoding.native import NativeSteps
+from models.decoding.routing import FEW_QUERIES, cache_argument, decoder_layers, route
 from models.decoding.tree import Branches
 
-ATTENTION = "draftsmith_ragged"
-# up to this many query positions a grouped product beats torch's fused attention on a CPU
-FEW_QUERIES = 16
-# of attention in some families, not computed here
-UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias")
 PREFILL_TOKENS = 512  # of prompts that are read in one call
 # layers up to which compiling the whole model takes no longer than a few single layers do
 SHALLOW = 8
-
-
-class UnsupportedModel(UserError, ValueError):
-    """A model whose attention this decoder would compute wrongly."""
-
-
-def attend(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """Attention of few queries over many keys on a CPU without repeating the key-value heads, by
-    our kernel where that takes them; torch's own otherwise.
-
-    q has K*G heads and k, v have K: the G query heads that share a key-value head become further
-    query rows. Raises UnsupportedModel for models whose attention has further terms.
-    """
-    for term in UNKNOWN_TERMS:
-        if rest.get(term) is not None:
-            raise UnsupportedModel(
-                f"{type(module).__name__}: its attention uses {term}, which this decoder does not"
-                " compute. Pick a target or draft of another family."
-            )
-    num_rows, num_heads, num_queries, head_dim = q.shape
-    if (
-        mask is None
-        or q.device.type != "cpu"
-        or num_queries > FEW_QUERIES
-        or torch.is_grad_enabled()
-    ):
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **rest)
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    if can_attend(q, mask):
-        return torch.ops.draftsmith.attention(q, k, v, mask, scaling), None
-    num_groups = num_heads // k.shape[1]
-    q = q.reshape(num_rows, k.shape[1], num_groups * num_queries, head_dim)
-    scores = (q @ k.transpose(-1, -2)).float() * scaling
-    mask_BKQS = mask if num_queries == 1 else mask.repeat(1, 1, num_groups, 1)
-    weights = scores.masked_fill(~mask_BKQS, torch.finfo(torch.float32).min).softmax(-1).to(v.dtype)
-    out = (weights @ v).reshape(num_rows, num_heads, num_queries, head_dim)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-class _Dispatch:
-    """Forward of one decoder layer: gives it its own view of a ragged cache and compiled code."""
-
-    def __init__(self, layer: nn.Module, index: int):
-        self.layer, self.index, self.plain = layer, index, type(layer).forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # families hand it over under different names (cache, layer_past), GPT-2 by its place
-        given = [*args, *kwargs.values()]
-        held = next((value for value in given if isinstance(value, RaggedCache)), None)
-        if held is None:
-            return self.plain(self.layer, *args, **kwargs)
-        view = held.views[self.index]
-        args = tuple(view if value is held else value for value in args)
-        kwargs = {key: view if value is held else value for key, value in kwargs.items()}
-        if held.compiled is None:
-            return self.plain(self.layer, *args, **kwargs)
-        return held.compiled.run(self.plain, self.layer, *args, **kwargs)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of any transformers model, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What the model's forward calls its cache: transformers is renaming it, family by family."""
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
-def _prepare(model: PreTrainedModel) -> None:
-    """Route the model's layers through `_Dispatch`; calls with other caches work as before."""
-    if getattr(model.config, "_attn_implementation", None) != ATTENTION:
-        model.set_attn_implementation(ATTENTION)
-    for index, layer in enumerate(decoder_layers(model)):
-        if not isinstance(layer.__dict__.get("forward"), _Dispatch):
-            layer.forward = _Dispatch(layer, index)
-
-
-def shared_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """What all prompts begin with; every one keeps a token of its own."""
-    shortest = min(map(len, prompts))
-    return list(os.path.commonprefix([list(prompt) for prompt in prompts])[: shortest - 1])
 
 
 class Engine:
@@ -141,7 +35,7 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, compiled: bool):
-        _prepare(model)
+        route(model)
         self.model = model.eval()
         self.device = model.device
         # code compiled for its tensors is for tensors of this mode, in which all calls run
@@ -324,6 +218,12 @@ class Engine:
         else:
             sliding = branches.mask(read, span)
         return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding
+
+
+def shared_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """What all prompts begin with; every one keeps a token of its own."""
+    shortest = min(map(len, prompts))
+    return list(os.path.commonprefix([list(prompt) for prompt in prompts])[: shortest - 1])
 
 
 def measure_seconds(

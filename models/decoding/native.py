@@ -24,6 +24,7 @@ from models.decoding.tree import Branches
 
 # of transformers; they share one layout
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = (torch.float32, torch.bfloat16)
 # whose angles do not depend on how long the text is
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # of one call; beyond, torch's products are faster, those of bfloat16 where our kernels have none of
@@ -73,7 +74,10 @@ class NativeSteps:
         """For a model that this code knows and that uses our kernels (`use_kernel`); None for
         others.
         """
-        if type(model).__name__ not in FAMILIES or model.dtype not in (torch.float32, torch.bfloat16):
+        if type(model).__name__ not in FAMILIES or model.dtype not in (
+            torch.float32,
+            torch.bfloat16,
+        ):
             return None
         if not type(model).__module__.startswith("transformers.") or not has_kernels():
             return None

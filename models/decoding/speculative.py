@@ -10,7 +10,7 @@ very code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -21,66 +21,11 @@ from conf.choices import Verification
 from models.decoding.counts import Counts
 from models.decoding.drafters import Drafter, Nobody, Proposal
 from models.decoding.engine import Engine
+from models.decoding.rows import Request, Round, Row, Uniforms
 from models.decoding.sampling import Sampling, law, likeliest, penalise
 from models.decoding.stops import StopStrings
 from models.decoding.tree import ROOT, Branches
 from models.decoding.verify import NOTHING, Kept, block, chain, greedy, on_host, tree
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to answer with at most so many tokens. Uniforms come from `rng`: equal seeds give
-    equal outputs, whatever else is decoded beside.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    rng: torch.Generator
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one target call committed: the first `num_accepted` tokens were drafted, the one after
-    is the target's, a correction where candidates for its place were rejected and else a bonus.
-    """
-
-    tokens: list[int]
-    num_accepted: int
-    num_drafted: int
-    is_corrected: bool
-
-
-@dataclass
-class Row:
-    """An output under way; `index` is the place of its request among all."""
-
-    index: int
-    request: Request
-    tokens: list[int]  # the prompt's first
-    counts: Counts = field(default_factory=Counts)
-    is_over: bool = False
-
-    @property
-    def num_left(self) -> int:
-        """Tokens until the limit."""
-        return len(self.request.prompt) + self.request.max_new_tokens - len(self.tokens)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """The output so far."""
-        return self.tokens[len(self.request.prompt) :]
-
-
-@dataclass(frozen=True)
-class Uniforms:
-    """One round's random numbers. `most` tokens may be drafted in each row: as many of its numbers
-    judge drafts, one draws the token after them, and as many are for drawing drafts.
-    """
-
-    most: list[int]
-    accept_BG: Tensor
-    last_B: Tensor
-    draw_BG: Tensor
 
 
 @dataclass

@@ -14,8 +14,9 @@ from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter, Drafter, LookupDrafter
 from models.decoding.engine import Engine
 from models.decoding.length import StopBelow
+from models.decoding.rows import Request
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Decoder, Request
+from models.decoding.speculative import Decoder
 from tests.families import tiny_family
 from tests.shapes import Bushy
 

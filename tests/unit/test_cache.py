@@ -13,14 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from models.decoding.cache import WINDOW_STEP
 from models.decoding.compiled import has_compiler
-from models.decoding.engine import (
-    FEW_QUERIES,
-    SHALLOW,
-    Engine,
-    UnsupportedModel,
-    attend,
-    narrow_head,
-)
+from models.decoding.engine import SHALLOW, Engine, narrow_head
+from models.decoding.routing import FEW_QUERIES, UnsupportedModel, attend
 from tests.families import FAMILIES, tiny_family
 
 VOCAB_SIZE = 64

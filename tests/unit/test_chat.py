@@ -27,7 +27,7 @@ from eval.chat import STYLES, Chat, ChatSettings, converse, load_pair, run_chat
 from eval.pair import Pieces
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter
-from models.decoding.speculative import Round
+from models.decoding.rows import Round
 from tests.reports import example_report
 from tests.tiny import tiny_lessons, tiny_model, tiny_report, tiny_tokenizer, write_tiny_run
 

@@ -17,7 +17,7 @@ from transformers import (
 from conf.choices import LayerRule
 from conf.groups import DraftConfig
 from data.batches import collate
-from models.decoding.engine import decoder_layers
+from models.decoding.routing import decoder_layers
 from models.draft import (
     DraftModel,
     choose_layers,

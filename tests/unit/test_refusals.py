@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine
 from models.decoding.length import Rule, StopBelow
+from models.decoding.rows import Request
 from models.decoding.sampling import NonFiniteLogits, Sampling
-from models.decoding.speculative import Decoder, Request
+from models.decoding.speculative import Decoder
 from tests.shapes import Bushy
 from tests.tiny import VOCAB_SIZE, tiny_model
 

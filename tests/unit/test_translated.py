@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from models.decoding.engine import Engine, narrow_head
 from models.decoding.length import Rule, StopBelow
+from models.decoding.rows import Request
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Decoder, Request
+from models.decoding.speculative import Decoder
 from models.decoding.translated import TranslatedDrafter, Translation, texts_of
 from tests.families import tiny_family
 from tests.laws import (
