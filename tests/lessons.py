@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,7 +13,18 @@ from conf.contracts import SplitLessons
 from data.shards import Row, write_shard
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import Engine
+from models.recording import Writer
 from tests.tiny import VOCAB_SIZE, tiny_lessons
+
+
+@dataclass
+class Kept(Writer):
+    """Keeps rows in memory."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, _split: str, row: Row) -> None:
+        self.rows.append(row)
 
 
 def made_up_row(

@@ -15,7 +15,9 @@ import torch
 from conf.choices import Optimizer
 from conf.run import peak_memory_gib
 from data.batches import collate, num_positions
-from tests.e2e.test_training import (
+from tests.lessons import made_up_row
+from tests.tiny import tiny_model
+from tests.training import (
     Killed,
     Recording,
     Watched,
@@ -24,8 +26,6 @@ from tests.e2e.test_training import (
     save_target,
     trainer_of,
 )
-from tests.lessons import made_up_row
-from tests.tiny import tiny_model
 from train.distill import distill
 from train.estimate import (
     Estimate,

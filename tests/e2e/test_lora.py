@@ -10,20 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import Config
-from tests.e2e.test_training import (
+from tests.training import (
     Killed,
     Recording,
     Watched,
     assert_identical,
     config_for,
-    one_thread,
-    recording,
     state_of,
     train,
 )
 from train.distill import distill
 
-__all__ = ["one_thread", "recording"]  # fixtures
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RANK = 2
 

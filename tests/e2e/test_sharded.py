@@ -14,7 +14,9 @@ from conf.choices import Optimizer, Supervision
 from conf.contracts import Draft
 from conf.errors import ConfigError
 from data.batches import num_positions, plan_batches
-from tests.e2e.test_training import (
+from tests.lessons import recorded_rows
+from tests.tiny import tiny_model
+from tests.training import (
     Recording,
     config_for,
     launch,
@@ -23,8 +25,6 @@ from tests.e2e.test_training import (
     settings_of,
     state_of,
 )
-from tests.lessons import recorded_rows
-from tests.tiny import tiny_model
 from train.processes import require_shardable
 
 SHARDED = ["--use_fsdp", "--fsdp_version=2", "--num_processes=2"]

@@ -20,7 +20,9 @@ from conf.run import Run
 from conf.schema import Config
 from data.batches import collate
 from models.draft import DraftModel, from_layers
-from tests.e2e.test_training import (
+from tests.lessons import recorded_rows
+from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.training import (
     Killed,
     Recording,
     Watched,
@@ -31,8 +33,6 @@ from tests.e2e.test_training import (
     train,
     train_alone_and_shared,
 )
-from tests.lessons import recorded_rows
-from tests.tiny import VOCAB_SIZE, tiny_model
 from train.distill import distill
 from train.head import Head
 from train.loop import Trainer

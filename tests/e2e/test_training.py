@@ -1,359 +1,44 @@
-"""Stage distill on tiny models: killed and resumed, on two processes, broken, exported."""
+"""Stage distill on tiny models: on two processes, broken, exported."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from conf.choices import Device, Dtype, Optimizer
-from conf.console import Bar, Screen, Value
+from conf.choices import Optimizer
 from conf.contracts import Draft
-from conf.errors import ConfigError
-from conf.groups import DraftConfig, OptimConfig, RuntimeConfig, TargetConfig
-from conf.run import Run
-from conf.schema import CONFIG_FOLDER, Config, register, typed
-from conf.tracking import Tracker
+from conf.groups import OptimConfig
 from data.batches import num_positions, plan_batches
 from data.shards import Row
-from models.draft import DraftModel, from_layers, read_hot_ids
-from tests.lessons import made_up_row, recorded_rows, write_recorded
-from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from models.draft import DraftModel, read_hot_ids
+from tests.tiny import VOCAB_SIZE
+from tests.training import (
+    EVERY,
+    Recording,
+    Watched,
+    assert_identical,
+    config_for,
+    state_of,
+    train,
+    train_alone_and_shared,
+    trainer_of,
+)
 from train.distill import distill
 from train.head import Head
-from train.loop import NonFiniteLoss, Trainer
+from train.loop import NonFiniteLoss
 from train.optim import Optimizers
 from train.validation import evaluate
 
-ROOT = Path(__file__).parents[2]
-TOKENS_PER_STEP = 64
-NUM_STEPS = 14
-EVERY = 5  # steps between checkpoints
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bit for bit holds for a given number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclasses.dataclass
-class Recording:
-    """A target on disk and its recorded answers."""
-
-    target: Path
-    train: list[Row]
-    validation: list[Row]
-
-    def open(self, folder: Path) -> Run:
-        """A run whose generate stage is finished."""
-        run = Run(folder=folder, store=folder.parent / ".store", seed=0, name=folder.name)
-        folder.mkdir(parents=True)
-        write_recorded(run.lessons, self.train, self.validation)
-        return run
-
-
-def save_target(model: PreTrainedModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    folder = save_target(tiny_model(4), tmp_path_factory.mktemp("target"))
-    target = tiny_model(4)
-    return Recording(folder, recorded_rows(target, 144), recorded_rows(target, 32, first=1000))
-
-
-def config_for(recording: Recording, *, warm_start: bool = True, **optim: Any) -> Config:
-    settings: dict[str, Any] = {
-        "name": Optimizer.muon,
-        "lr": 0.01,
-        "tokens_per_step": TOKENS_PER_STEP,
-        "evaluate_every": EVERY,
-        "max_steps": NUM_STEPS,
-        "num_epochs": 4.0,
-    }
-    return Config(
-        target=TargetConfig(path=str(recording.target), dtype=Dtype.float32),
-        draft=DraftConfig(num_layers=1, hot_vocab=200, warm_start=warm_start),
-        optim=OptimConfig(**{**settings, **optim}),
-        runtime=RuntimeConfig(
-            device=Device.cpu, num_threads=1, train_dtype=Dtype.float32, head_chunk=37
-        ),
-    )
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class Watched(Tracker):
-    """A tracker that ends the run before its n-th optimizer step is shown, or at a validation."""
-
-    def __init__(self, run: Run, *, at_step: int = -1, at_validation: int = -1, kill: bool = False):
-        super().__init__(run, Screen(Console(file=io.StringIO())))
-        self.at_step, self.at_validation, self.kill = at_step, at_validation, kill
-
-    def event(self, name: str, values: Mapping[str, Value], step: int | None = None) -> None:
-        super().event(name, values, step)
-        if name == "distill/validation" and step == self.at_validation:
-            raise Killed
-
-    @contextlib.contextmanager
-    def progress(self, title: str, total: int, unit: str) -> Iterator[Bar]:
-        with super().progress(title, total, unit):
-            yield _EndingBar(self.at_step, self.kill)
-
-
-class _EndingBar(Bar):
-    def __init__(self, at_step: int, kill: bool) -> None:
-        self.step, self.at_step, self.kill = 0, at_step, kill
-
-    def advance(self, n: int = 1) -> None:
-        self.step += n
-        if n == 1 and self.step == self.at_step:
-            if self.kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Killed
-
-
-def train(recording: Recording, folder: Path, config: Config | None = None) -> Draft:
-    """The whole stage, uninterrupted."""
-    run = recording.open(folder)
-    return distill(config or config_for(recording), run, Watched(run))
-
-
-def flattened(tree: Any, key: str = "") -> dict[str, Any]:
-    """Every leaf of nested containers by its path."""
-    if isinstance(tree, Mapping):
-        pairs: Sequence[tuple[Any, Any]] = list(tree.items())
-    elif isinstance(tree, list | tuple):
-        pairs = list(enumerate(tree))
-    else:
-        return {key: tree}
-    leaves: dict[str, Any] = {}
-    for name, value in pairs:
-        leaves.update(flattened(value, f"{key}/{name}"))
-    return leaves
-
-
-def state_of(run_folder: Path, name: str = "state.pt") -> dict[str, Any]:
-    """A checkpoint's leaves, without the seconds it took."""
-    leaves = flattened(torch.load(run_folder / "draft" / name, weights_only=True))
-    return {key: value for key, value in leaves.items() if not key.endswith("/seconds")}
-
-
-def assert_identical(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        same = (
-            torch.equal(ours[key], value) if isinstance(value, torch.Tensor) else ours[key] == value
-        )
-        assert same, key
-
-
-def assert_same_draft(ours: Path, theirs: Path) -> None:
-    """Weights, optimizer, progress, curve and export agree to the last bit."""
-    for name in ("state.pt", "best.pt"):
-        assert_identical(state_of(ours, name), state_of(theirs, name))
-    for name in ("model/model.safetensors", "initial/model.safetensors", "curve.json"):
-        assert (ours / "draft" / name).read_bytes() == (theirs / "draft" / name).read_bytes(), name
-    one, other = Draft.read(ours / "draft"), Draft.read(theirs / "draft")
-    for field in (
-        "fingerprint",
-        "expected_acceptance",
-        "best_step",
-        "num_steps",
-        "num_tokens_seen",
-    ):
-        assert getattr(one, field) == getattr(other, field), field
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    train(recording, folder)
-    torch.set_num_threads(before)
-    return folder
-
-
-# ---------------------------------------------------------------- killed and resumed
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [{"at_step": 1}, {"at_step": 8}, {"at_validation": 10}, {"at_step": NUM_STEPS}],
-    ids=["first step", "between checkpoints", "before a checkpoint is written", "last step"],
-)
-def test_interrupted_and_resumed_is_uninterrupted(
-    recording: Recording, uninterrupted: Path, tmp_path: Path, moment: dict[str, int]
-) -> None:
-    run = recording.open(tmp_path / "interrupted")
-    with pytest.raises(Killed):
-        distill(config_for(recording), run, Watched(run, **moment))
-    assert not (run.draft / "manifest.json").exists()
-    distill(config_for(recording), run, Watched(run))
-    assert_same_draft(run.folder, uninterrupted)
-
-
-def test_interrupted_twice_under_adamw_is_uninterrupted(
-    recording: Recording, tmp_path: Path
-) -> None:
-    config = config_for(recording, name=Optimizer.adamw, lr=3e-3)
-    train(recording, tmp_path / "whole", config)
-    run = recording.open(tmp_path / "interrupted")
-    for step in (7, 12):
-        torch.rand(step)  # the state of the global generator is nobody's business
-        with pytest.raises(Killed):
-            distill(config, run, Watched(run, at_step=step))
-    distill(config, run, Watched(run))
-    assert_same_draft(run.folder, tmp_path / "whole")
-
-
-def test_resume_is_exact_for_a_model_with_dropout(tmp_path: Path) -> None:
-    """GPT-2 drops a tenth of everything when it trains as published; a draft does not."""
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    size = 1500  # more cold ids than are sampled in a step, so that the sample is one of many
-    target = GPT2LMHeadModel(GPT2Config(vocab_size=size, **shape, bos_token_id=1, eos_token_id=2))
-    rows = [made_up_row(index, 3, 12, vocab_size=size) for index in range(40)]
-    made = Recording(save_target(target, tmp_path / "target"), rows[:30], rows[30:])
-    config = config_for(made, warm_start=False)
-    train(made, tmp_path / "whole", config)
-    run = made.open(tmp_path / "interrupted")
-    with pytest.raises(Killed):
-        distill(config, run, Watched(run, at_step=8))
-    distill(config, run, Watched(run))
-    assert_same_draft(run.folder, tmp_path / "whole")
-
-
-def end_by_sigkill(target: str, folder: str, step: int) -> None:
-    """Body of the process that is killed: distils in a run that is there already."""
-    torch.set_num_threads(1)
-    run = Run(
-        folder=Path(folder), store=Path(folder).parent / ".store", seed=0, name=Path(folder).name
-    )
-    config = config_for(Recording(Path(target), [], []))
-    distill(config, run, Watched(run, at_step=step, kill=True))
-
-
-def test_a_process_killed_with_sigkill_is_resumed_exactly(
-    recording: Recording, uninterrupted: Path, tmp_path: Path
-) -> None:
-    run = recording.open(tmp_path / "killed")
-    program = (
-        "from tests.e2e.test_training import end_by_sigkill; "
-        f"end_by_sigkill({str(recording.target)!r}, {str(run.folder)!r}, 12)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert state_of(run.folder)["/progress/step"] == 10
-    distill(config_for(recording), run, Watched(run))
-    assert_same_draft(run.folder, uninterrupted)
-
-
-def test_a_finished_draft_is_kept_as_it_is(recording: Recording, uninterrupted: Path) -> None:
-    run = Run(folder=uninterrupted, store=uninterrupted.parent, seed=0, name="uninterrupted")
-    before = {path: path.stat().st_mtime_ns for path in run.draft.rglob("*")}
-    assert distill(config_for(recording), run, Watched(run)) == Draft.read(run.draft)
-    assert {path: path.stat().st_mtime_ns for path in run.draft.rglob("*")} == before
-
-
-def test_an_unfinished_draft_of_another_configuration_is_not_mixed_in(
-    recording: Recording, tmp_path: Path
-) -> None:
-    run = recording.open(tmp_path / "changed")
-    with pytest.raises(Killed):
-        distill(config_for(recording), run, Watched(run, at_step=8))
-    kept = state_of(run.folder)
-    with pytest.raises(ConfigError) as refused:
-        distill(config_for(recording, lr=0.02), run, Watched(run))
-    assert "(optim.lr: was 0.01, is now 0.02)" in str(refused.value)
-    assert "name=" in str(refused.value)
-    assert_identical(state_of(run.folder), kept)
-
-
-# ---------------------------------------------------------------- two processes
-
-
-def settings_of(recording: Recording, folder: Path, *overrides: str) -> list[str]:
-    """Of a distillation in run `shared` below the folder, as a command line gives them."""
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "nothing reads this"}) + "\n", "utf-8")
-    return [
-        *("stage=distill", "name=shared", f"outputs={folder}", "tracker=none"),
-        *("data=file", f"data.sources.prompts.path={prompts}"),
-        *("eval=file", f"eval.suites.prompts.path={prompts}"),
-        *("target=hub", f"target.path={recording.target}", "target.dtype=float32"),
-        *("draft.num_layers=1", "draft.hot_vocab=200"),
-        *("runtime.device=cpu", "runtime.num_threads=1", "runtime.train_dtype=float32"),
-        *overrides,
-    ]
-
-
-def run_alone(
-    recording: Recording, outputs: Path, settings: Sequence[str], folder: Path | None = None
-) -> Run:
-    """Train by these settings in this process, in a run of its own or in one that was begun."""
-    register()
-    with initialize_config_dir(CONFIG_FOLDER, version_base="1.3"):
-        config = typed(compose("config", list(settings)))
-    if folder is None:
-        run = recording.open(outputs / "alone")
-    else:
-        run = Run(folder=folder, store=outputs / ".store", seed=0, name=folder.name)
-    distill(config, run, Watched(run))
-    return run
-
-
-def launch(flags: Sequence[str], *module: str) -> subprocess.CompletedProcess[str]:
-    """Run a module with its arguments by `accelerate launch`."""
-    command = ["accelerate.commands.launch", *flags, "--main_process_port=0", "-m", *module]
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def train_alone_and_shared(recording: Recording, folder: Path, *overrides: str) -> Run:
-    """Train in this process, as run `alone`, and by the documented command in two processes, as the
-    run that is returned.
-    """
-    settings = settings_of(recording, folder, *overrides)
-    run = recording.open(folder / "shared")
-    run_alone(recording, folder, settings)
-    # --cpu, or neither, would start one process whatever --num_processes says
-    ended = launch(["--multi_gpu", "--num_processes=2"], "train", *settings)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return run
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path) -> None:
@@ -423,17 +108,6 @@ def test_a_norm_that_overflows_updates_nothing(recording: Recording) -> None:
     trainer.model.map.weight.grad = torch.ones_like(trainer.model.map.weight)
     assert math.isfinite(trainer.optimizers.step(1.0))
     assert not torch.equal(trainer.model.map.weight, before["map.weight"])
-
-
-# ---------------------------------------------------------------- empty and broken steps
-
-
-def trainer_of(recording: Recording, rows: Sequence[Row], **optim: Any) -> Trainer:
-    config = config_for(recording, **optim)
-    model = DraftModel(from_layers(tiny_model(4), [0]))
-    model.freeze_embeddings()
-    head = Head(model.head, None, num_cold=0, dtype=torch.float32, chunk=64)
-    return Trainer(config, model, head, rows, recording.validation)
 
 
 def test_a_step_without_answers_changes_nothing(recording: Recording, tmp_path: Path) -> None:
@@ -520,9 +194,6 @@ def test_a_broken_target_is_said_before_anything_is_written(
     with pytest.raises(NonFiniteLoss, match="No checkpoint was written"):
         trainer.fit(run.draft, Watched(run))
     assert not (run.draft / "state.pt").exists()
-
-
-# ---------------------------------------------------------------- what comes out
 
 
 def acceptance_of(folder: Path, rows: Sequence[Row]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from data.shards import Row
 from models.endpoints import Broken
 from models.jobs import Job
 from models.load import open_target
-from models.recording import Writer
 from models.remote import Remote
 from models.served import Reader, until_stop
+from tests.lessons import Kept
 from tests.stand_in_api import Body, StandInApi, stand_in_api
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -225,16 +224,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model().config.save_pretrained(folder)  # no weights: it is served
     TOKENIZER.save_pretrained(folder)
     return folder
-
-
-@dataclass
-class Kept(Writer):
-    """Keeps rows in memory."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, _split: str, row: Row) -> None:
-        self.rows.append(row)
 
 
 def recorded(

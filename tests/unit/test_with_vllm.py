@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ from models.jobs import Job, jobs_of
 from models.load import Target, open_target
 from models.recording import Writer
 from models.with_vllm import Vllm
+from tests.lessons import Kept
 from tests.stand_in_vllm import LLM, RequestOutput, stand_in
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -56,16 +56,6 @@ def saved(folder: Path, model: PreTrainedModel) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-@dataclass
-class Kept(Writer):
-    """Keeps rows in memory."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, _split: str, row: Row) -> None:
-        self.rows.append(row)
 
 
 def configured(folder: Path, **changes: Any) -> tuple[Config, Target]:

@@ -4,7 +4,8 @@
 // A step of few tokens takes as long as its weights take to read. Called one by one, its hundreds of small operations
 // take as long again. Here the threads of one parallel region go through all of them, and wait for each other five
 // times a layer. What a thread needs of all rows, norms and activations, each computes for itself: that is sooner done
-// than waited for. Everything but the cache and the weights is float.
+// than waited for. Everything but the cache and the weights is float, and of a bfloat16 model, where the processor
+// multiplies bfloat16, what meets its weights: eight tokens then take hardly longer than one.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
