@@ -54,8 +54,8 @@ using Block = void (*)(const void* x, const void* w, int64_t in, float* sums);
 
 template <class Kind, int M>
 void block(const void* x, const void* w, int64_t in, float* sums) {
-  // as many outputs at once as there are registers for their sums
-  constexpr int B = M == 1 ? 8 : M * 4 <= kRegisters ? 4 : 2;
+  // as many outputs at once as there are registers for their sums, weights and an input
+  constexpr int B = M == 1 ? 8 : M * 4 + 5 <= kRegisters ? 4 : 2;
   const auto* weight = static_cast<const typename Kind::Element*>(w);
   const auto* inputs = static_cast<const typename Kind::Input*>(x);
   for (int b = 0; b < kOutputs; b += B)
