@@ -28,7 +28,7 @@ from conf.schema import CONFIG_FOLDER, Config, register, typed
 from conf.tracking import Tracker
 from data.shards import Row
 from models.draft import DraftModel, from_layers
-from tests.lessons import write_recorded
+from tests.lessons import recorded_rows, write_recorded
 from tests.tiny import tiny_model, tiny_tokenizer
 from train.distill import distill
 from train.head import Head
@@ -60,6 +60,14 @@ def save_target(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def recorded_target(folder: Path, num_train: int, num_validation: int) -> Recording:
+    """A target of four layers and so many answers of it."""
+    target = tiny_model(4)
+    save_target(target, folder)
+    validation = recorded_rows(target, num_validation, first=1000)
+    return Recording(folder, recorded_rows(target, num_train), validation)
 
 
 def config_for(recording: Recording, *, warm_start: bool = True, **optim: Any) -> Config:

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lessons import recorded_rows
-from tests.tiny import tiny_model
 from tests.training import (
     Recording,
-    save_target,
+    recorded_target,
     train,
 )
 
@@ -28,9 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    folder = save_target(tiny_model(4), tmp_path_factory.mktemp("target"))
-    target = tiny_model(4)
-    return Recording(folder, recorded_rows(target, 144), recorded_rows(target, 32, first=1000))
+    return recorded_target(tmp_path_factory.mktemp("target"), 144, 32)
 
 
 @pytest.fixture(scope="session")

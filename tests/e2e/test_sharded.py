@@ -14,14 +14,12 @@ from conf.choices import Optimizer, Supervision
 from conf.contracts import Draft
 from conf.errors import ConfigError
 from data.batches import num_positions, plan_batches
-from tests.lessons import recorded_rows
-from tests.tiny import tiny_model
 from tests.training import (
     Recording,
     config_for,
     launch,
+    recorded_target,
     run_alone,
-    save_target,
     settings_of,
     state_of,
 )
@@ -36,9 +34,7 @@ OPTIM = (
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    folder = save_target(tiny_model(4), tmp_path_factory.mktemp("target"))
-    target = tiny_model(4)
-    return Recording(folder, recorded_rows(target, 96), recorded_rows(target, 16, first=1000))
+    return recorded_target(tmp_path_factory.mktemp("target"), 96, 16)
 
 
 def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.training import (
     Watched,
     assert_same_draft,
     config_for,
-    save_target,
+    recorded_target,
     state_of,
     train,
     train_alone_and_shared,
@@ -39,23 +38,13 @@ from train.loop import Trainer
 from train.supervision import Source, Sources, Teacher, source_of
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
 SOURCES = [source for source in Supervision if source is not Supervision.recorded]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bit for bit holds for a given number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    folder = save_target(tiny_model(4), tmp_path_factory.mktemp("target"))
-    target = tiny_model(4)
-    return Recording(folder, recorded_rows(target, 96), recorded_rows(target, 16, first=1000))
+    return recorded_target(tmp_path_factory.mktemp("target"), 96, 16)
 
 
 def config_of(recording: Recording, source: Supervision, **optim: Any) -> Config:

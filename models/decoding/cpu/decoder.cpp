@@ -336,10 +336,11 @@ class Decoder : public torch::CustomClassHolder {
         const int64_t row = m / num_asked, n = m % num_asked;
         normalise(call.x + (row * num_new + (wanted ? wanted[n] : n)) * width, norm, width, eps_, line);
       });
-      multiply(head_.weight, call.form_of(head_), input, num_rows * num_asked, [&](int64_t m, int64_t o, float* values, int64_t num) {
+      const auto take_logits = [&](int64_t m, int64_t o, float* values, int64_t num) {
         head_.shift(o, values, num);
         for (int64_t b = 0; b < num; b++) narrow(values[b], results + m * outputs + o + b);
-      });
+      };
+      multiply(head_.weight, call.form_of(head_), input, num_rows * num_asked, take_logits);
     }
   }
 
