@@ -32,6 +32,7 @@ from transformers import (
 from conf.choices import Device, Dtype
 from conf.errors import ConfigError, require
 from conf.groups import RuntimeConfig, TargetConfig
+from conf.run import peak_memory_gib
 from conf.schema import Config
 
 # written last: a cache folder without it is a conversion that was interrupted
@@ -75,6 +76,13 @@ def device_of(runtime: RuntimeConfig) -> torch.device:
     if runtime.device is Device.cpu or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def peak_gib(device: torch.device) -> float:
+    """Most memory held so far, in GiB: the device's, on a CPU the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_memory_gib()
 
 
 def set_threads(runtime: RuntimeConfig) -> None:

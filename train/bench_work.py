@@ -41,7 +41,7 @@ from train.head import Head
 from train.loop import NUM_COLD, Trainer
 from train.optim import rate_factor
 from train.supervision import Source, Sources, Teacher
-from train.validation import sums_of_answers
+from train.validation import acceptances
 
 RATE_STEPS = 1000  # resolution of a rate that follows the time spent
 
@@ -148,7 +148,9 @@ class Bench:
     def judge(self, found: Found, model: DraftModel, *, whole: bool = False) -> None:
         """Add the expected acceptance by the recorded laws."""
         head = self.head(model, whole=whole)
-        found.accepted, found.positions = sums_of_answers(model, head, self.validation, self.dtype)
+        by_answer = acceptances(model, head, self.validation, self.dtype)
+        found.accepted = [float(each.sum()) for each in by_answer]
+        found.positions = list(map(len, by_answer))
 
 
 def ours(bench: Bench, work: Work) -> Found:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from conf.console import Value
-from conf.run import peak_memory_gib
 from data.batches import collate, num_positions
 from data.shards import Row
 from models.decoding.engine import synchronise
+from models.load import peak_gib
 from models.packed import PACKED
 from train.head import features_of
 from train.loop import Trainer
@@ -176,7 +176,7 @@ def _memory(trainer: Trainer) -> Memory:
         activations=heaviest,
         validation=validating,
         logits=COPIES_OF_LOGITS * 4 * num_columns * head.chunk,
-        loading=torch.cuda.max_memory_allocated() if on_gpu else int(peak_memory_gib() * GIB),
+        loading=int(peak_gib(trainer.device) * GIB),
     )
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from conf.choices import Divergence
 from data.batches import Batch
 from models.draft import DraftModel
 from train.objectives import Objective, lump, overlap
@@ -44,10 +45,16 @@ class Sums:
     loss: float = 0.0
     acceptance: float = 0.0
     count: int = 0
+    # of a loss of several divergences each by itself, unweighted
+    parts: dict[Divergence, float] = field(default_factory=dict)
 
     def __add__(self, other: Sums) -> Sums:
+        names = {**self.parts, **other.parts}
         return Sums(
-            self.loss + other.loss, self.acceptance + other.acceptance, self.count + other.count
+            self.loss + other.loss,
+            self.acceptance + other.acceptance,
+            self.count + other.count,
+            {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names},
         )
 
 
@@ -200,19 +207,22 @@ class Head:
         for part in self._chunks(len(features_NE)):
             features = features_NE[part].detach().requires_grad_()
             laws = self.laws(features, batch, part, cold, target)
-            loss = self._values(laws, features, batch, part, objective).sum()
+            values = self._values(laws, features, batch, part, objective)
+            loss = objective.total(values).sum()
             (gradient[part],) = torch.autograd.grad(loss * scale, features)
             accepted = laws.overlap().detach().sum()
-            sums += Sums(float(loss.detach()), float(accepted), len(features))
+            several = values if len(values) > 1 else {}
+            by_part = {name: float(several[name].detach().sum()) for name in several}
+            sums += Sums(float(loss.detach()), float(accepted), len(features), by_part)
         return sums, gradient
 
     def _values(
         self, laws: Laws, features_nE: Tensor, batch: Batch, part: slice, objective: Objective
-    ) -> Tensor:
+    ) -> dict[Divergence, Tensor]:
         log_q_next = None
-        if objective.of_token:
+        if objective.reads_tokens:
             log_q_next = self.log_q_next(features_nE, batch, part, laws.log_z)
-        return objective(laws.log_p, laws.log_q, log_q_next)
+        return objective.parts(laws.log_p, laws.log_q, log_q_next)
 
     @torch.no_grad()
     def divergences(
@@ -229,7 +239,8 @@ class Head:
         values = []
         for part in self._chunks(len(features_NE)):
             laws = self.laws(features_NE[part], batch, part, cold, target)
-            values.append(self._values(laws, features_NE[part], batch, part, objective))
+            parts = self._values(laws, features_NE[part], batch, part, objective)
+            values.append(objective.total(parts))
         return torch.cat(values)
 
     @torch.no_grad()

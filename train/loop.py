@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,16 @@ from accelerate import PartialState
 from torch import Tensor
 
 from conf.choices import Supervision
-from conf.contracts import Acceptance
 from conf.errors import UserError
 from conf.schema import Config
 from conf.tracking import Tracker
 from data.batches import collate, num_positions, plan_batches
 from data.shards import Row
 from models.draft import DraftModel
-from models.load import dtype_of
-from train.checkpoint import BEST, STATE, load_state, save_state
+from models.load import dtype_of, peak_gib
+from train.checkpoint import BEST, STATE, Progress, load_state, save_state
 from train.head import Head, Sums, features_of
-from train.objectives import objective
+from train.objectives import Objective, objective
 from train.optim import Optimizers, rate_factor
 from train.processes import (
     agreed,
@@ -40,28 +39,15 @@ from train.processes import (
 )
 from train.select import Selection, num_selected
 from train.supervision import Source, Sources
-from train.validation import evaluate
+from train.validation import acceptances, mean_acceptance, position_acceptance
 
 LOG_SECONDS = 10.0
 NUM_COLD = 1024
+DRAFTED = 4  # tokens whose acceptance one after another a validation shows
 
 
 class NonFiniteLoss(UserError, ArithmeticError):
     """The loss or its gradient is not a number. The last good checkpoint is kept."""
-
-
-@dataclass
-class Progress:
-    """What is logged and what a resumed run starts from."""
-
-    step: int = 0
-    num_planned: int = -1  # steps of the run, where its time is limited; negative: all
-    num_tokens: int = 0  # supervised, over all processes
-    seconds: float = 0.0
-    best_step: int = 0
-    first: dict[str, Any] | None = None  # fields of the Acceptance before the first step
-    best: dict[str, Any] | None = None  # and of the best one
-    curve: list[dict[str, float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -85,6 +71,7 @@ class Trainer:
         self.dtype = dtype_of(config.runtime.train_dtype, self.device)
         self.optimizers = Optimizers(model, config.optim)
         self.progress = Progress()
+        self._seconds_for_data = 0.0  # since the last line of the log
         settings = config.optim
         plan = plan_batches(
             [num_positions(row) for row in train],
@@ -136,8 +123,8 @@ class Trainer:
                 bar.advance()
                 now = time.perf_counter()
                 done.seconds = before + now - start
-                if now - last > LOG_SECONDS and since.count:
-                    self._log(tracker, since, norm, step, since.count / (now - last))
+                if (now - last > LOG_SECONDS or self._turns(step + 1)) and since.count:
+                    self._log(tracker, since, norm, step, now - last)
                     since, last = Sums(), now
                 if done.step % settings.evaluate_every == 0 or done.step == len(self.plan):
                     self._validate(folder, tracker)
@@ -150,8 +137,12 @@ class Trainer:
         learned = float(sum(map(self._num_learned, rows)))
         count = self._sum_over_processes(torch.tensor([learned]))
         local = self.add_gradients(rows, step, 1.0 / max(float(count), 1.0))
+        names = list(self._objective(step).weights)
         totals = self._sum_over_processes(
-            torch.tensor([local.loss, local.acceptance, float(local.count)])
+            torch.tensor(
+                [local.loss, local.acceptance, float(local.count)]
+                + [local.parts.get(name, 0.0) for name in names if len(names) > 1]
+            )
         )
         if self.state.num_processes > 1:
             sum_gradients(self.optimizers.parameters)
@@ -162,7 +153,15 @@ class Trainer:
             raise self._non_finite(
                 f"step {step}: the loss or its gradient", f"answers {answers} of the training split"
             )
-        return Sums(loss, float(totals[1]), int(totals[2])), norm
+        parts = dict(zip(names, totals[3:].tolist(), strict=False))
+        return Sums(loss, float(totals[1]), int(totals[2]), parts), norm
+
+    def _objective(self, step: int) -> Objective:
+        return objective(self.config.objective, step / len(self.plan))
+
+    def _turns(self, step: int) -> bool:
+        """Whether something else is minimised from this step on: no mean is taken across it."""
+        return self._objective(step).weights != self._objective(step - 1).weights
 
     def _rate_factor(self, step: int) -> float:
         settings = self.config.optim
@@ -203,7 +202,9 @@ class Trainer:
             self.add_gradients(rows, step, 0.0)
             return Sums()
         seed = hash((self.config.seed, step)) % 2**63
+        start = time.perf_counter()
         batch = collate(rows).to(self.device)
+        self._seconds_for_data += time.perf_counter() - start
         target = self._source(step).laws(batch)
         features = features_of(self.model, batch, self.dtype)
         if self.selection is not None:
@@ -214,7 +215,7 @@ class Trainer:
         sums, gradient = self.head.backward(
             features.detach(),
             batch,
-            objective(self.config.objective, step / len(self.plan)),
+            self._objective(step),
             scale=scale,
             rng=torch.Generator().manual_seed(seed),
             target=target,
@@ -238,30 +239,36 @@ class Trainer:
     def _sum_over_processes(self, values: Tensor) -> Tensor:
         return values if self.state.num_processes == 1 else sum_over_processes(values, self.device)
 
-    def _log(self, tracker: Tracker, sums: Sums, norm: float, step: int, rate: float) -> None:
+    def _log(self, tracker: Tracker, sums: Sums, norm: float, step: int, seconds: float) -> None:
         tracker.event(
             "distill/train",
             {
                 "loss": sums.loss / sums.count,
+                **{f"loss_{name}": sums.parts[name] / sums.count for name in sums.parts},
                 "expected_acceptance": sums.acceptance / sums.count,
                 "gradient_norm": norm,
                 "lr": self.config.optim.lr * self._rate_factor(step),
                 "tokens": self.progress.num_tokens,
-                "tokens_per_second": rate,
+                "tokens_per_second": sums.count / seconds,
+                "data_share": self._seconds_for_data / seconds,
+                "peak_memory_gib": peak_gib(self.device),
             },
             step=step + 1,
         )
+        self._seconds_for_data = 0.0
 
-    def judge(self, rows: Sequence[Row]) -> Acceptance:
-        """What checkpoints are selected by: expected acceptance on recorded laws, or, where only
-        tokens are learned from, the probability of the target's token.
+    def judge(self, rows: Sequence[Row]) -> list[Tensor]:
+        """What checkpoints are selected by the mean of, at each position of each answer: expected
+        acceptance on recorded laws, or, where only tokens are learned from, the probability of the
+        target's token.
         """
         by_tokens = self.config.objective.source is Supervision.hard
-        return evaluate(self.model, self.head, rows, self.dtype, by_tokens=by_tokens)
+        return acceptances(self.model, self.head, rows, self.dtype, by_tokens=by_tokens)
 
     def _validate(self, folder: Path, tracker: Tracker) -> None:
         """Validate, remember the best weights, save everything."""
-        found = self.judge(self.validation_rows)
+        by_answer = self.judge(self.validation_rows)
+        found = mean_acceptance(by_answer)
         done = self.progress
         if not math.isfinite(found.value):  # before such weights replace the last good ones
             raise self._non_finite(
@@ -280,6 +287,10 @@ class Trainer:
                 "expected_acceptance": found.value,
                 "low": found.low,
                 "high": found.high,
+                **{
+                    f"position_acceptance_{i}": rate
+                    for i, rate in enumerate(position_acceptance(by_answer, DRAFTED), start=1)
+                },
                 "tokens": done.num_tokens,
             },
             step=done.step,

@@ -12,7 +12,7 @@ bound of the dense one, and 1 - TV an upper bound of acceptance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,16 +101,33 @@ def _sum_p_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
 class Objective:
     """A weighted sum of divergences, per position."""
 
-    of_laws: tuple[tuple[float, Callable[[Tensor, Tensor], Tensor]], ...]
-    of_token: float = 0.0  # weight of the cross-entropy
+    weights: Mapping[Divergence, float]
+    of_laws: Mapping[Divergence, Callable[[Tensor, Tensor], Tensor]]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it needs the log-probability of the token that follows."""
+        return Divergence.cross_entropy in self.weights
+
+    def parts(
+        self, log_p: Tensor, log_q: Tensor, log_q_next: Tensor | None = None
+    ) -> dict[Divergence, Tensor]:
+        """Each divergence by itself, unweighted, in nats, shape N. `log_q_next`: log q of the token
+        that follows, for the cross-entropy.
+        """
+        values = {name: self.of_laws[name](log_p, log_q) for name in self.of_laws}
+        if self.reads_tokens:
+            assert log_q_next is not None
+            values[Divergence.cross_entropy] = cross_entropy(log_q_next)
+        return values
+
+    def total(self, parts: Mapping[Divergence, Tensor]) -> Tensor:
+        """What is minimised: the parts by their weights, shape N."""
+        return torch.stack([self.weights[name] * parts[name] for name in parts]).sum(0)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, log_q_next: Tensor | None = None) -> Tensor:
-        """Nats, shape N. `log_q_next`: log q of the token that follows, for the cross-entropy."""
-        values = [weight * function(log_p, log_q) for weight, function in self.of_laws]
-        if self.of_token:
-            assert log_q_next is not None
-            values.append(self.of_token * cross_entropy(log_q_next))
-        return torch.stack(values).sum(0) if len(values) > 1 else values[0]
+        """The total of the parts."""
+        return self.total(self.parts(log_p, log_q, log_q_next))
 
 
 def objective(config: ObjectiveConfig, progress: float) -> Objective:
@@ -128,7 +145,4 @@ def objective(config: ObjectiveConfig, progress: float) -> Objective:
         Divergence.lk_lambda: partial(lk_lambda, eta=config.eta),
         Divergence.tvd_plus_plus: tvd_plus_plus,
     }
-    return Objective(
-        tuple((weights[name], functions[name]) for name in functions if name in weights),
-        weights.get(Divergence.cross_entropy, 0.0),
-    )
+    return Objective(weights, {name: functions[name] for name in functions if name in weights})

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from conf.choices import Optimizer
+from conf.choices import Divergence, Optimizer
 from conf.contracts import Draft
-from conf.groups import OptimConfig
+from conf.groups import ObjectiveConfig, OptimConfig
 from data.batches import num_positions, plan_batches
 from data.shards import Row
 from models.draft import DraftModel, read_hot_ids
@@ -36,13 +36,15 @@ from train.distill import distill
 from train.head import Head
 from train.loop import NonFiniteLoss
 from train.optim import Optimizers
-from train.validation import evaluate
+from train.validation import evaluate, position_acceptance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path) -> None:
-    """By the documented command. Steps give the ranks unequal numbers of tokens, or one none."""
+    """By the documented command. Steps give the ranks unequal numbers of tokens, or one none. What
+    the log says is the same too, of the loss and of each of its parts.
+    """
     lengths = [num_positions(row) for row in recording.train]
     plan = list(plan_batches(lengths, tokens_per_step=40, seed=0, num_epochs=1.0, num_processes=2))[
         :12
@@ -55,7 +57,8 @@ def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path)
         recording,
         tmp_path,
         *("optim=adamw", "optim.lr=3e-3", "optim.tokens_per_step=40", "optim.max_steps=12"),
-        *("optim.num_epochs=1", "optim.evaluate_every=4"),
+        *("optim.num_epochs=1", "optim.evaluate_every=4", "objective=lk"),
+        "+objective.mixture={forward_kl:0.7,reverse_kl:0.3}",
     )
     ours, theirs = Draft.read(run.draft), Draft.read(tmp_path / "alone" / "draft")
     assert ours.fingerprint == theirs.fingerprint
@@ -69,12 +72,72 @@ def test_two_processes_learn_what_one_does(recording: Recording, tmp_path: Path)
             )
         if "expected_acceptance" in key:
             assert mine[key] == pytest.approx(value, abs=1e-5), key
+    said, by_one = logged(run.folder), logged(tmp_path / "alone")
+    assert len(said) == len(by_one) == 1  # where the finishing phase begins
+    for key in ("loss", "loss_forward_kl", "loss_reverse_kl", "expected_acceptance"):
+        assert said[0][key] == pytest.approx(by_one[0][key], rel=1e-5), key
     # two processes that each took themselves for the only one would agree to the last bit
     assert any(not torch.equal(mine[key], other[key]) for key in other if key.startswith("/model/"))
     # and they did learn: rounding is small beside what changed
     initial = load_file(tmp_path / "alone" / "draft" / "initial" / "model.safetensors")
     moved = other["/model/body.norm.weight"] - initial["model.norm.weight"]
     assert float(moved.abs().max()) > 0.01
+
+
+def logged(folder: Path, name: str = "distill/train") -> list[dict[str, Any]]:
+    """Values and steps of a run's events."""
+    lines = (folder / "events.jsonl").read_text("utf-8").splitlines()
+    events = [tree for tree in map(json.loads, lines) if tree.get("name") == name]
+    return [{"step": tree["step"], **tree["values"]} for tree in events]
+
+
+def test_the_log_shows_parts_of_the_loss_memory_and_time_for_data(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mean is taken over two phases, which minimise different things."""
+    monkeypatch.setattr("train.loop.LOG_SECONDS", 0.0)
+    config = config_for(recording, max_steps=10)
+    config.objective = ObjectiveConfig(
+        mixture={"forward_kl": 0.7, "tv": 0.3}, finish=Divergence.lk_alpha, finish_share=0.4
+    )
+    train(recording, tmp_path / "run", config)
+    lines = logged(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    for line in lines[:6]:
+        by_parts = 0.7 * line["loss_forward_kl"] + 0.3 * line["loss_tv"]
+        assert line["loss"] == pytest.approx(by_parts, rel=1e-5)
+        # recorded laws leave out what both have elsewhere
+        assert line["expected_acceptance"] <= 1 - line["loss_tv"] + 1e-6
+    assert not any("loss_tv" in line for line in lines[6:])
+    assert all(0 < line["data_share"] < 0.9 and line["peak_memory_gib"] > 0.1 for line in lines)
+
+    monkeypatch.setattr("train.loop.LOG_SECONDS", math.inf)
+    train(recording, tmp_path / "quiet", config)
+    (line,) = logged(tmp_path / "quiet")
+    assert line["step"] == 6
+    assert line["loss"] == pytest.approx(0.7 * line["loss_forward_kl"] + 0.3 * line["loss_tv"])
+
+
+def test_a_validation_shows_the_acceptance_of_token_after_token(
+    recording: Recording, tmp_path: Path
+) -> None:
+    train(recording, tmp_path / "run", config_for(recording, max_steps=4))
+    for line in logged(tmp_path / "run", "distill/validation"):
+        rates = [line[f"position_acceptance_{i}"] for i in (1, 2, 3, 4)]
+        assert rates[0] == pytest.approx(line["expected_acceptance"])
+        assert all(0 < rate < 1 for rate in rates)
+
+
+def test_the_acceptance_of_a_later_token_is_that_behind_accepted_ones() -> None:
+    """Against every start by itself; an answer of one token has no room for two."""
+    answers = [torch.rand(length) for length in (1, 2, 5, 9)]
+    found = position_acceptance(answers, 12)
+    assert len(found) == 9  # the longest answer has no room for more
+    for i, rate in enumerate(found, start=1):
+        starts = [(a, t) for a in answers for t in range(len(a) - i + 1)]
+        reached = sum(float(a[t : t + i - 1].prod()) for a, t in starts)
+        kept = sum(float(a[t : t + i].prod()) for a, t in starts)
+        assert rate == pytest.approx(kept / reached, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", list(Optimizer))
