@@ -52,6 +52,13 @@ def validate(config: Config) -> None:
         "the package py3langid tells languages, and it is not installed",
         "Run `make setup`, or pip install 'draftsmith[languages]'",
     )
+    require(
+        not config.runtime.liger or importlib.util.find_spec("liger_kernel") is not None,
+        "runtime.liger",
+        True,
+        "the package liger-kernel is not installed",
+        "Run pip install 'liger-kernel>=0.3', or leave the key out",
+    )
     for group, sources in (
         ("data.sources", config.data.sources),
         ("eval.suites", config.eval.suites),

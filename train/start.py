@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.integrations.liger import apply_liger_kernel
 
 from conf.choices import Divergence, DraftInit
 from conf.contracts import Lessons
+from conf.errors import require
 from conf.groups import ObjectiveConfig
 from conf.schema import Config
 from conf.tracking import Tracker
@@ -33,6 +35,7 @@ from train.processes import agree_on
 from train.states import computed_states, recorded_states
 from train.validation import packs
 
+NOT_THE_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # of Liger's kernels
 POSITIONS = 512  # of a step
 MOST_POSITIONS = 32768  # read in all: about two for each of a step's with 128 steps
 RATE = 1e-3  # of a step, relative to the size of what the head reads
@@ -40,13 +43,23 @@ DAMPING = 1e-2  # of the whitening, relative to the mean variance
 
 
 def build(config: Config, target: Target, device: torch.device) -> tuple[DraftModel, list[int]]:
-    """The draft before any training, and the target's layers in it."""
+    """The draft before any training, and the target's layers in it.
+
+    Raises ConfigError when kernels are asked for that the device cannot run.
+    """
+    require(
+        not config.runtime.liger or device.type == "cuda",
+        "runtime.liger",
+        True,
+        f"its kernels run on a GPU, and this is {device.type}",
+        "Leave the key out",
+    )
     if config.draft.init is DraftInit.pretrained:
         name = config.draft.pretrained
         tokenizer = AutoTokenizer.from_pretrained(name)
         require_same_tokenizer(tokenizer, target.tokenizer, name, config.target.path)
         small = load_folder(name, dtype=torch.float32, device=device)
-        model = DraftModel(fit_vocabulary(small, target.config.vocab_size))
+        plain = fit_vocabulary(small, target.config.vocab_size)
         layers: list[int] = []
     else:
         stored = stored_dtype(config.target, device)
@@ -54,8 +67,10 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         layers = choose_layers(config.draft, target.config.num_hidden_layers)
         plain = from_layers(full, layers)
         nn.Module.to(plain, device)
-        model = DraftModel(plain)
         del full
+    if config.runtime.liger:
+        apply_liger_kernel(plain, NOT_THE_HEAD)
+    model = DraftModel(plain)
     if not config.draft.train_embeddings:
         model.freeze_embeddings()
     return model, layers

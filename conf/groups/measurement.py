@@ -26,6 +26,9 @@ class RuntimeConfig:
     head_chunk: int = 256  # positions whose logits are alive at once in training
     # of matrix products in training; parameters and divergences stay float32
     train_dtype: Dtype = Dtype.auto
+    # in training on a GPU, layers' norms, rotations and gates by Liger's kernels, where it is
+    # installed; head and loss are ours in any case
+    liger: bool = False
 
     def __post_init__(self) -> None:
         require(

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from conf.choices import Divergence, Optimizer
 from conf.contracts import Draft
+from conf.errors import ConfigError
 from conf.groups import ObjectiveConfig, OptimConfig
 from data.batches import num_positions, plan_batches
 from data.shards import Row
@@ -318,6 +319,28 @@ def test_a_map_fitted_to_the_laws_starts_higher(
     fitted = train(recording, tmp_path / "fitted", config).expected_acceptance.before
     ridge = Draft.read(uninterrupted / "draft").expected_acceptance.before
     assert fitted.value > ridge.value + 0.003
+
+
+def test_ligers_kernels_replace_the_layers_but_not_the_head(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need a GPU: here what transformers is asked for takes their place."""
+    asked: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(
+        "train.start.apply_liger_kernel", lambda model, kernels: asked.append((model, kernels))
+    )
+    config = config_for(recording, max_steps=2)
+    config.runtime.liger = True
+    with pytest.raises(ConfigError, match="runtime.liger=True: its kernels run on a GPU"):
+        train(recording, tmp_path / "refused", config)
+    assert not asked
+    monkeypatch.setattr("train.start.require", lambda *_: None)
+    train(recording, tmp_path / "run", config)
+    ((model, kernels),) = asked
+    assert model.config.num_hidden_layers == config.draft.num_layers
+    assert not any(kernels.values()) and "fused_linear_cross_entropy" in kernels
+    train(recording, tmp_path / "without", config_for(recording, max_steps=2))
+    assert len(asked) == 1
 
 
 def test_the_best_step_is_exported_not_the_last(recording: Recording, tmp_path: Path) -> None:

@@ -302,6 +302,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
         ["eval.suites.prompts.turns=every"],
         ["eval.suites.prompts.turns=every", "Use last"],
     ),
+    "no Liger": (
+        ["runtime.liger=true"],
+        ["runtime.liger=True", "not installed", "pip install 'liger-kernel"],
+    ),
     "no vLLM": (["generate=vllm"], ["generate.engine=vllm", "not installed", "pip install vllm"]),
     "no GPU for vLLM": (
         ["generate.vllm.tensor_parallel_size=0"],
