@@ -138,9 +138,9 @@ def _validate_vllm(generate: GenerateConfig) -> None:
     )
     # it raises lower temperatures without a refusal, and refuses higher ones
     require(
-        all(t == 0 or LOWEST <= t <= HIGHEST for t in generate.temperatures),
+        all(t == 0 or LOWEST <= t <= HIGHEST for t in generate.all_temperatures),
         "generate.temperatures",
-        list(generate.temperatures),
+        generate.all_temperatures,
         f"vLLM samples at 0 and at {LOWEST} to {HIGHEST}",
         "Choose among these, or use generate.engine=builtin",
     )

@@ -64,6 +64,7 @@ def render_page(report: Report, images: Mapping[str, Path]) -> str:
         draft_facts=facts(report.draft),
         machine_facts=facts(report.machine),
         draft_path=f"outputs/{report.name}/draft/model",
+        converted=report.target["name"].endswith(".gguf"),
         command=reproduce_command(report),
     )
 

@@ -168,7 +168,7 @@ class Trial:
 
     async def _require_laws_at_one(self, job: Job, said: Said) -> None:
         assert said.laws is not None
-        temperatures = self.config.generate.temperatures
+        temperatures = self.config.generate.all_temperatures
         for temperature in sorted({*temperatures} - {1.0}):
             other = await self._ask(job, 1, temperature)
             require_same_law(

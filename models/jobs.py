@@ -92,10 +92,10 @@ def jobs_of(settings: GenerateConfig, prompts: Iterable[Asked]) -> list[Job]:
     and, where there is one, itself."""
     jobs: list[Job] = []
     index = 0
-    temperatures = settings.temperatures
     room = settings.warm_start_tokens  # as if every answer were as long as it may be
     for split, number, category, ids, prompt in prompts:
         follow_ups = prompt.follow_ups if prompt else []
+        temperatures = settings.temperatures_of(split)
         for answer in range(settings.answers_per_prompt):
             temperature = temperatures[(number + answer) % len(temperatures)]
             room -= settings.max_new_tokens * (1 + len(follow_ups)) if split == "train" else 0

@@ -98,7 +98,7 @@ class Vllm:
         }
 
     def _require_laws_at_one(self, job: Job) -> None:
-        temperatures = self.config.generate.temperatures
+        temperatures = self.config.generate.all_temperatures
         others = sorted({*temperatures} - {1.0})
         asked = [self._parameters(job, temperature, 1) for temperature in (1.0, *others)]
         said = self._llm.generate([_prompt(job)] * len(asked), asked, use_tqdm=False)

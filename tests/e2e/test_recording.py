@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from conf.contracts import Lessons
+from conf.groups import GenerateConfig
+from conf.schema import as_tree
 from data.shards import Row, read_split
+from models.jobs import SPLITS, jobs_of
 from tests.commands import ROOT, TIMEOUT, Place, tiny_place, wait_for
 
 NUM_ANSWERS = 36 + 8
@@ -225,3 +228,22 @@ def test_a_full_disk_stops_with_a_sentence_and_the_same_command_goes_on(
     assert "answers are on disk already, going on from there" in again
     assert again.rstrip().endswith("left with 0")
     contents(tmp_path / "kept" / "main" / "lessons")
+
+
+def test_validation_answers_keep_their_temperatures_when_the_mix_changes() -> None:
+    """And recordings without such temperatures stay what they were before there were any."""
+    prompts = [(split, n, "chat", [5, 6], None) for split in SPLITS for n in range(3)]
+
+    def temperatures(**settings: list[float]) -> dict[str, list[float]]:
+        jobs = jobs_of(GenerateConfig(**settings), prompts)
+        return {split: [job.temperature for job in jobs if job.split == split] for split in SPLITS}
+
+    assert temperatures(temperatures=[0.5], validation_temperatures=[0.7, 1.0]) == {
+        "train": [0.5, 0.5, 0.5],
+        "validation": [0.7, 1.0, 0.7],
+    }
+    assert temperatures(temperatures=[0.0, 0.5])["validation"] == [0.0, 0.5, 0.0]
+    for own in ([], [1.0]):
+        settings = GenerateConfig(validation_temperatures=own)
+        made_by = settings.what_determines(as_tree(settings))
+        assert ("validation_temperatures" in made_by) == bool(own)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -80,7 +81,14 @@ def jobs(choice: str) -> list[str]:
     with initialize_config_dir(version_base="1.3", config_dir=CONFIG_FOLDER, job_name="test"):
         hydra = compose("config", overrides=[choice], return_hydra_config=True).hydra
     assert hydra.mode.name == "MULTIRUN"
-    return [f"{key}={value}" for key, s in hydra.sweeper.params.items() for value in s.split(",")]
+    swept = [f"{key}={values}" for key, values in hydra.sweeper.params.items()]
+    return [
+        f"{override.key_or_group}={value}"
+        for override in OverridesParser.create().parse_overrides(swept)
+        for value in (
+            override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+        )
+    ]
 
 
 def test_every_group_has_options_and_one_is_the_default() -> None:

@@ -175,6 +175,15 @@ def test_commands_can_be_pasted() -> None:
     }
 
 
+def test_commands_do_not_load_a_file_that_nothing_loads() -> None:
+    """A GGUF target was converted to a folder."""
+    report = example_report()
+    report.target["name"] = "model.gguf"
+    code, serve, _ = re.findall(r"<pre>(.*?)</pre>", render_page(report, {}), flags=re.DOTALL)
+    assert "# model.gguf was converted once, to a folder" in code
+    assert "model.gguf" not in ast.unparse(ast.parse(html.unescape(code))) + serve
+
+
 @pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE.keys())
 def test_sparse_reports_render(make: Callable[[], Report]) -> None:
     report = make()
