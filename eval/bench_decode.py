@@ -33,11 +33,12 @@ from eval.bench_batch import (
     decode_batch,
 )
 from eval.chat import target_of
-from eval.pair import ModelPair, make_cheap
+from eval.pair import ModelPair
 from eval.plain import plain_generate
 from eval.speed import ratio_interval
 from eval.ties import tie
 from models.decoding.autoregressive import Generator, Request
+from models.decoding.costs import make_cheap
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds
 from models.decoding.routing import cache_argument

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from conf.schema import Config
 from eval.acceptance import Overlap, Text, overlap, overlaps
 from models.decoding.by_cost import Calibration, CostAware
+from models.decoding.costs import make_cheap
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.drafters import CombinedDrafter, LookupDrafter
-from models.decoding.engine import Engine, narrow_head
+from models.decoding.engine import Engine
 from models.decoding.kernels import use_kernel
 from models.decoding.length import StopBelow
-from models.decoding.quantized import quantize
 from models.decoding.rows import Round
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
@@ -140,17 +140,6 @@ def load_draft(
         hot_ids_H = hot_ids_H.to(device)
     make_cheap(draft, hot_ids_H, int8=int8)
     return draft, hot_ids_H
-
-
-def make_cheap(draft: PreTrainedModel, hot_ids_H: Tensor | None, *, int8: bool) -> None:
-    """What our decoder does to a draft, in place: a head of the proposed ids, on a CPU int8 weights
-    and the kernel for few rows.
-    """
-    if hot_ids_H is not None:
-        narrow_head(draft, hot_ids_H)
-    if int8 and draft.device.type == "cpu":
-        quantize(draft)
-    use_kernel(draft)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from conf.contracts import Cost, Interval
+from models.decoding.costs import step_seconds
 from models.decoding.counts import Counts
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds, synchronise
@@ -18,7 +19,6 @@ from models.decoding.rows import Round
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoder
 
-CONTEXT = 128  # tokens in the cache while a step is timed
 RESAMPLES = 2000
 
 
@@ -139,51 +139,21 @@ def measure_cost(
     sampling: Sampling,
     repeats: int = 15,
 ) -> Cost:
-    """Step times of target and draft, at a context of 128 tokens, medians of interleaved repeats;
-    the target's over 1 to `longest` + 1 tokens.
-
-    A draft step is everything a drafted token costs: forward, law and draw.
+    """Step times of target and draft, see `step_seconds`; the target's over 1 to `longest` + 1
+    tokens.
     """
-    widths = range(1, longest + 2)
-    context = [int(token) for token in torch.arange(CONTEXT) % 97 + 3]
-    target.prefill(context[:-1])
-    drafter.start([context])
-    uniform = torch.full((1, 1), 0.5, device=target.device)
-    runs: dict[str, Callable[[], object]] = {
-        f"v{width}": _target_step(target, width) for width in widths
-    }
-    runs["draft"] = lambda: _draft_step(drafter, context, sampling, uniform)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats):
-        for name, run in runs.items():
-            seconds[name] += measure_seconds(
-                run, device=target.device, warmup=0 if repeat else 3, repeats=1
-            )
-    median = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-    step = median["v1"]
+    calls, (draft,) = step_seconds(target, [drafter], longest, sampling, repeats)
+    step = calls[0]
     return Cost(
-        draft_step_ms=1e3 * median["draft"],
+        draft_step_ms=1e3 * draft,
         target_step_ms=1e3 * step,
-        c=median["draft"] / step,
-        v={str(width): median[f"v{width}"] / step for width in widths},
+        c=draft / step,
+        v={str(width): call / step for width, call in enumerate(calls, 1)},
         compile_seconds=0.0,
         target_bytes=read_bytes(target),
         draft_bytes=read_bytes(drafter.engine),
         memory_gb_per_s=memory_bandwidth(target.device),
     )
-
-
-def _target_step(target: Engine, width: int) -> Callable[[], object]:
-    tokens = torch.full((1, width), 5, device=target.device)
-    positions = torch.arange(CONTEXT, CONTEXT + width, device=target.device).unsqueeze(0)
-    return lambda: target.forward(tokens, positions, longest=CONTEXT + width)
-
-
-def _draft_step(
-    drafter: ModelDrafter, context: list[int], sampling: Sampling, uniform: torch.Tensor
-) -> object:
-    drafter.draft([context], [1], sampling, uniform)
-    return None
 
 
 def read_bytes(engine: Engine) -> int:
