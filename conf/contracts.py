@@ -205,6 +205,18 @@ class BeforeAfter:
 
 
 @dataclass(kw_only=True)
+class Depth:
+    """What was known before training of a draft of the target's first layers; see train.depth."""
+
+    num_layers: int
+    expected_acceptance: float  # after the warm start, on recorded validation answers
+    step_ms: float
+    c: float  # a draft step over a target step
+    gamma: int  # draft length of the largest speedup
+    predicted_speedup: float
+
+
+@dataclass(kw_only=True)
 class Draft(Manifest):
     """`draft/model` is a plain transformers folder; `draft/initial` the same draft before its first
     step.
@@ -215,6 +227,7 @@ class Draft(Manifest):
     parameters: int
     num_layers: int
     layers: list[int]  # of the target, in order; empty for a pretrained draft
+    depths: list[Depth] = field(default_factory=list)  # compared by draft.num_layers=0
     num_bytes: int
     hot_vocab: int  # ids the draft proposes; 0: all
     shared_vocab: int = 0  # tokens that a draft with another tokenizer proposes; 0: it has the same

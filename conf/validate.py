@@ -95,10 +95,29 @@ def validate(config: Config) -> None:
         "Train the reference under another name=",
     )
     _validate_objective(config.objective)
+    if config.draft.chooses_depth:
+        _validate_depth(config.generate)
     if config.generate.engine is Engine.server:
         _validate_server(config)
     if config.generate.engine is Engine.vllm and config.stage in (Stage.all, Stage.generate):
         _validate_vllm(config.generate)
+
+
+def _validate_depth(generate: GenerateConfig) -> None:
+    require(
+        generate.has_laws,
+        "draft.num_layers",
+        0,
+        "drafts are compared by distributions, and generate.server.laws=false records none",
+        "Say how many layers",
+    )
+    require(
+        generate.warm_start_tokens > 0,
+        "generate.warm_start_tokens",
+        generate.warm_start_tokens,
+        "draft.num_layers=0 compares drafts after a warm start, which is fitted to hidden states",
+        "Use 1 or more, or say how many layers",
+    )
 
 
 def _validate_server(config: Config) -> None:
@@ -253,7 +272,7 @@ def validate_draft_layers(config: Config, num_target_layers: int) -> None:
         )
     else:
         require(
-            config.draft.num_layers < num_target_layers,
+            max(config.draft.num_layers, 1) < num_target_layers,
             "draft.num_layers",
             config.draft.num_layers,
             f"the target has {num_target_layers} layers, so this draft would be no cheaper than it",

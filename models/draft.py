@@ -5,13 +5,14 @@ x the normalised output of the body. On export W is folded into the head, so eve
 plain untied language model.
 """
 
-# T packed positions, D hidden dimension of the draft, E of its head, V vocabulary, H hot ids
+# T packed positions, N supervised ones, D hidden dimension of the draft, E of its head,
+# V vocabulary, H hot ids, K readings of the same positions
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,12 @@ def _read_hot_vocab(folder: str | Path) -> dict[str, Any] | None:
 
 
 def choose_layers(config: DraftConfig, num_target_layers: int) -> list[int]:
-    """Layers of the target that become the draft, in order."""
+    """Layers of the target that become the draft, in order; where their number is yet to be chosen,
+    those of the deepest draft that it may be.
+    """
     if config.layers:
         return sorted(config.layers)
-    count = config.num_layers
+    count = config.num_layers or min(config.most_layers, num_target_layers - 1)
     if config.layer_rule is LayerRule.first or count == 1:
         return list(range(count))
     if config.layer_rule is LayerRule.even:
@@ -225,31 +228,43 @@ def neutralise(norm: nn.Module) -> None:
 
 @torch.no_grad()
 def warm_start(draft: DraftModel, batches: Iterable[tuple[Batch, Tensor]], ridge: float) -> int:
-    """Set the map to the ridge regression from the body's output to what the target's head read.
-
-    W = argmin sum |W x - y|^2 + lambda |W|^2 over the given positions, x the draft's normalised
-    output, y the target's; lambda = ridge * mean diagonal of X'X. Sums in float64. Returns the
-    positions used. Needs a draft whose head is the target's.
+    """Set the map to the ridge regression from the body's normalised output to what the target's
+    head read, see `ridge_maps`. Returns the positions used. Needs a draft whose head is the
+    target's.
     """
+    draft.eval()  # no dropout: the target had none
     neutralise(final_norm(draft.body))
     nn.init.eye_(draft.map.weight)
-    size = draft.map.in_features
-    xx = torch.zeros(size, size, dtype=torch.float64)
-    xy = torch.zeros(size, draft.head.shape[1], dtype=torch.float64)
+    maps_1ED, count = ridge_maps(lambda batch: draft(batch)[:, batch.supervised_N], batches, ridge)
+    draft.map.weight.copy_(maps_1ED[0])
+    return count
+
+
+@torch.no_grad()
+def ridge_maps(
+    read: Callable[[Batch], Tensor], batches: Iterable[tuple[Batch, Tensor]], ridge: float
+) -> tuple[Tensor, int]:
+    """Ridge regressions from K readings of a batch (KND) to what the target's head read there (NE):
+    maps KED in float64, and the positions used.
+
+    W = argmin sum |W x - y|^2 + lambda |W|^2 over the given positions, x a reading, y the target's;
+    lambda = ridge * mean diagonal of X'X. Sums in float64.
+    """
+    xx_KDD = xy_KDE = torch.zeros((), dtype=torch.float64)
     count = 0
     for batch, hidden_NE in batches:
-        x = draft(batch)[0, batch.supervised_N].float()
-        xx += (x.T @ x).double().cpu()
-        xy += (x.T @ hidden_NE.to(x)).double().cpu()
-        count += len(x)
+        x_KND = read(batch).float()
+        xx_KDD = xx_KDD + (x_KND.mT @ x_KND).double().cpu()
+        xy_KDE = xy_KDE + (x_KND.mT @ hidden_NE.to(x_KND)).double().cpu()
+        count += len(hidden_NE)
     if count == 0:
         raise ConfigError(
             "draft.warm_start=true: no hidden states were recorded. Set generate.warm_start_tokens"
             " above 0, or draft.warm_start=false."
         )
-    penalty = ridge * xx.diagonal().mean() * torch.eye(size, dtype=torch.float64)
-    draft.map.weight.copy_(torch.linalg.solve(xx + penalty, xy).T)
-    return count
+    penalty_KD = ridge * xx_KDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    penalty_KDD = penalty_KD.expand(xx_KDD.shape[:2]).diag_embed()
+    return torch.linalg.solve(xx_KDD + penalty_KDD, xy_KDE).mT, count
 
 
 def rank_vocabulary(rows: Iterable[Row], vocab_size: int) -> Tensor:

@@ -78,14 +78,26 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """What a model's head would read at every packed position, shape 1TD; attention stays inside
     each answer.
     """
-    out = model.base_model(
+    states: Tensor = _read(model, batch).last_hidden_state
+    return states
+
+
+def states_of_layers(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
+    """What each layer but the last leaves at every packed position, shape 1TD, and `hidden_states`
+    of the last.
+    """
+    found = _read(model, batch, output_hidden_states=True)
+    return [*found.hidden_states[1:-1], found.last_hidden_state]
+
+
+def _read(model: PreTrainedModel, batch: Batch, **options: bool) -> Any:
+    return model.base_model(
         input_ids=batch.tokens_T.unsqueeze(0),
         position_ids=batch.positions_T.unsqueeze(0),
         attention_mask=_mask(model, batch),
         use_cache=False,
+        **options,
     )
-    states: Tensor = out.last_hidden_state
-    return states
 
 
 def _mask(model: PreTrainedModel, batch: Batch) -> Tensor | dict[str, Tensor]:

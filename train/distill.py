@@ -48,6 +48,7 @@ from models.load import (
 from models.lora import adapt, merged
 from train.adopt import adopt
 from train.checkpoint import BEST, STATE, load_state
+from train.depth import settle_depth
 from train.estimate import estimate
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
@@ -91,8 +92,12 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     validation = sorted(
         read_split(run.lessons, lessons.splits["validation"]), key=lambda row: row.index
     )
-    model, layers = build(config, target, device)
     hot_ids = choose_hot_ids(config.draft, train, target.config.vocab_size)
+    config, depths = settle_depth(
+        config, run, tracker, target, lessons, hot_ids, train, validation, made_by
+    )
+    release_freed()
+    model, layers = build(config, target, device)
     dtype = dtype_of(config.runtime.train_dtype, device)
     head = Head(
         model.head, hot_ids, num_cold=NUM_COLD, dtype=dtype, chunk=config.runtime.head_chunk
@@ -139,6 +144,7 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
         parameters=sum(p.numel() for p in merged(model.body).values()) + model.head.numel(),
         num_layers=model.config.num_hidden_layers,
         layers=layers,
+        depths=depths,
         num_bytes=0,
         hot_vocab=0 if hot_ids is None else len(hot_ids),
         expected_acceptance=BeforeAfter(
@@ -166,9 +172,13 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
 
 def determined_by(config: Config, lessons: Lessons) -> dict[str, Any]:
     """What determines the draft."""
-    if config.draft.vocab is DraftVocab.shared:
-        return determined(config, "draft", lessons=lessons.fingerprint)
-    made_by = determined(config, "draft", "objective", "optim", lessons=lessons.fingerprint)
+    is_trained = config.draft.vocab is DraftVocab.same
+    groups = ("draft", "objective", "optim") if is_trained else ("draft",)
+    made_by = determined(config, *groups, lessons=lessons.fingerprint)
+    if not config.draft.chooses_depth:
+        del made_by["draft"]["most_layers"]  # which nothing reads then
+    if not is_trained:
+        return made_by
     made_by["dtype"] = str(config.runtime.train_dtype)
     if config.objective.reference:
         made_by["reference"] = Draft.read(reference_folder(config)).fingerprint

@@ -94,6 +94,7 @@ def reckon(config: Config, run: Run, program: float) -> Plan:
             f"{rates.name}: {rates.basis}",
             f"{len(jobs)} answers; prompts of {work.mean_prompt:.0f} tokens ({prompts}); answers"
             f" of {work.length:.0f}, {USUAL_LENGTH:.0%} of generate.max_new_tokens",
+            *work.which_draft(),
         ],
         warnings=[*warnings, *(line for stage in stages for line in too_large(stage, place))],
         stages=stages,

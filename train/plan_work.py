@@ -115,6 +115,15 @@ class Work:
             columns = min(columns, settings.hot_vocab + NUM_COLD)
         return Draft(anatomy, trained, columns, tuple(layers))
 
+    def which_draft(self) -> list[str]:
+        """What to say of a draft whose depth is not yet known."""
+        if not self.config.draft.chooses_depth:
+            return []
+        return [
+            f"draft.num_layers=0: a draft of {len(self.draft().layers)} layers is reckoned, the"
+            " most that are considered"
+        ]
+
     def _rows(self) -> list[Row]:
         """A few answers of the usual size, with laws of no meaning."""
         settings = self.config.generate
@@ -188,7 +197,15 @@ class Work:
         """Held while layers are copied, by the host: the target and, in float32, the draft."""
         if not self.place.on_cpu or self.config.draft.init is not DraftInit.layers:
             return 0.0
-        return self.place.program + 2.0 * self.target.weights + 4.0 * draft.anatomy.weights
+        held = self.place.program + 4.0 * draft.anatomy.weights
+        if not self.config.draft.chooses_depth:
+            return held + 2.0 * self.target.weights
+        # beside the deepest draft, the target and a draft of each depth decode
+        deciding = [
+            self.target.of_layers(draft.layers[:depth]) for depth in range(1, 1 + len(draft.layers))
+        ]
+        weights = self.target.weights + sum(each.weights for each in deciding)
+        return held + float(self.place.itemsize * weights)
 
     def _memory_of_training(
         self, draft: Draft, training: Training, online: bool

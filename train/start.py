@@ -32,7 +32,7 @@ from models.vocab import require_same_tokenizer
 from train.head import Head
 from train.objectives import objective
 from train.processes import agree_on
-from train.states import computed_states, recorded_states
+from train.states import recorded_or_computed
 from train.validation import packs
 
 NOT_THE_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # of Liger's kernels
@@ -88,12 +88,7 @@ def warm_up(
     """The warm start, where the configuration asks for it: ridge regression, then the laws."""
     if config.draft.init is not DraftInit.layers or not config.draft.warm_start:
         return
-    device = head.weight_HE.device
-    states = recorded_states(train, device)
-    if lessons.engine["kind"] != "builtin":  # other engines show none
-        reader = load_model(target, config.target, device)
-        states = computed_states(train, reader, config.generate.warm_start_tokens)
-        del reader
+    states = recorded_or_computed(config, target, lessons, train)
     count = warm_start(model, states, config.draft.ridge)
     tracker.message(f"distill: warm start from {count} hidden states of the target.")
     fitted = fit_map(model, head, train, num_steps=config.draft.fit_steps, seed=config.seed)
@@ -116,7 +111,7 @@ def fit_map(
     of W0 x: in the coordinates V features are uncorrelated and of variance 1, so that one rate
     suits every family of models. The rate falls linearly to zero.
     """
-    chosen = _first(rows)
+    chosen = first_answers(rows, MOST_POSITIONS)
     if not chosen or num_steps < 1:
         return 0
     seen = all(row.top_ids.shape[1] for row in chosen)
@@ -151,12 +146,12 @@ def fit_map(
     return len(x_ND)
 
 
-def _first(rows: Sequence[Row]) -> list[Row]:
-    """Answers from the first on until they have enough positions, without their prompts' laws."""
+def first_answers(rows: Sequence[Row], num_positions: int) -> list[Row]:
+    """From the first on until they have so many positions, without their prompts' laws."""
     chosen: list[Row] = []
     count = 0
     for row in rows:
-        if count >= MOST_POSITIONS:
+        if count >= num_positions:
             break
         chosen.append(row.of_answer())
         count += chosen[-1].num_laws

@@ -10,11 +10,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conf.contracts import Lessons
+from conf.schema import Config
 from data.batches import Batch, collate
 from data.shards import Row
+from models.load import Target, device_of, load_model
 from models.packed import hidden_states, pack_attention
 
 PER_BATCH = 8
+
+
+def recorded_or_computed(
+    config: Config, target: Target, lessons: Lessons, rows: Sequence[Row]
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Answers of a recording, packed, and what the target's head read in them, ND."""
+    device = device_of(config.runtime)
+    if lessons.engine["kind"] == "builtin":
+        return recorded_states(rows, device)
+    # other engines show none
+    reader = load_model(target, config.target, device)
+    return computed_states(rows, reader, config.generate.warm_start_tokens)
 
 
 def recorded_states(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Batch, Tensor]]:

@@ -100,6 +100,14 @@ def require_laws(config: Config, lessons: Lessons) -> None:
         "Record them with generate.server.laws=true under another name=",
     )
     require(
+        there or not config.draft.chooses_depth,
+        "draft.num_layers",
+        config.draft.num_layers,
+        "drafts are compared by distributions, and the lessons were recorded with"
+        " generate.server.laws=false",
+        "Say how many layers",
+    )
+    require(
         there or config.objective.finish_source is not Supervision.recorded,
         "objective.finish_source",
         config.objective.finish_source,

@@ -134,7 +134,11 @@ class DraftConfig:
 
     init: DraftInit = DraftInit.layers
     layer_rule: LayerRule = LayerRule.first
+    # 0: chosen before training, of 1 to most_layers the one of the largest predicted speedup, by
+    # measured step costs and the acceptance after the warm start (train/depth.py). What depth gains
+    # by training is not known then: a draft trained for long pays with more layers than are chosen
     num_layers: int = 4
+    most_layers: int = 6  # that num_layers=0 considers, fewer than the target's
     # explicit target layers; overrides layer_rule and num_layers
     layers: list[int] = field(default_factory=list)
     warm_start: bool = True  # a head that makes up for the missing layers (init=layers)
@@ -169,12 +173,21 @@ class DraftConfig:
             "Set one of the two",
         )
         require(
-            self.num_layers >= 1 or bool(self.layers),
+            self.num_layers >= 0 or bool(self.layers),
             "draft.num_layers",
             self.num_layers,
             "a draft needs a layer",
+            "Use 1 or more, or 0 to have the number chosen",
+        )
+        require(
+            self.most_layers >= 1,
+            "draft.most_layers",
+            self.most_layers,
+            "there would be no draft to choose",
             "Use 1 or more",
         )
+        if self.chooses_depth:
+            self._require_comparable()
         require(
             self.init is not DraftInit.pretrained or bool(self.pretrained),
             "draft.pretrained",
@@ -202,4 +215,33 @@ class DraftConfig:
             self.hot_vocab,
             "it counts vocabulary ids",
             "Use 0 for the whole vocabulary",
+        )
+
+    @property
+    def chooses_depth(self) -> bool:
+        """Whether the number of layers is to be chosen before training."""
+        return self.num_layers == 0 and not self.layers
+
+    def _require_comparable(self) -> None:
+        """Raise ConfigError unless drafts of several depths can be compared."""
+        require(
+            self.init is DraftInit.layers,
+            "draft.num_layers",
+            self.num_layers,
+            "a pretrained draft brings its own layers, so there is no number to choose",
+            "Leave it out, or use draft.init=layers",
+        )
+        require(
+            self.layer_rule is LayerRule.first,
+            "draft.layer_rule",
+            self.layer_rule,
+            "draft.num_layers=0 compares drafts that share their first layers",
+            "Use first, or say how many layers",
+        )
+        require(
+            self.warm_start,
+            "draft.warm_start",
+            self.warm_start,
+            "draft.num_layers=0 compares drafts by their acceptance after the warm start",
+            "Use true, or say how many layers",
         )

@@ -145,6 +145,17 @@ def test_a_larger_recording_takes_more_of_everything(tmp_path: Path) -> None:
     assert many.stages[1].disk > 9 * small.stages[1].disk
 
 
+def test_of_a_depth_to_be_chosen_the_largest_is_reckoned(tmp_path: Path) -> None:
+    config = large(tmp_path, device="b200")
+    config.draft.num_layers = 6
+    deepest, page = planned_for(config)
+    assert "draft.num_layers=0" not in page
+    config.draft.num_layers = 0
+    to_choose, page = planned_for(config)
+    assert to_choose.stages == deepest.stages
+    assert "draft.num_layers=0: a draft of 6 layers is reckoned" in page
+
+
 def test_what_is_not_known_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plan.device='h300': its rates are not known. Use one"):
         PlanConfig(device="h300")

@@ -285,6 +285,34 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # -> what the sentence mus
         ["+objective.mixture={{tv:0}}"],
         ["objective.mixture.tv=0", "positive weights"],
     ),
+    "fewer than no layers": (["draft.num_layers=-1"], ["draft.num_layers=-1", "or 0 to have"]),
+    "no layers to consider": (
+        ["draft.num_layers=0", "draft.most_layers=0"],
+        ["draft.most_layers=0", "Use 1 or more"],
+    ),
+    "a depth to choose among layers that are not shared": (
+        ["draft.num_layers=0", "draft.layer_rule=even"],
+        ["draft.layer_rule=even", "share their first layers", "Use first"],
+    ),
+    "a depth to choose without a warm start": (
+        ["draft.num_layers=0", "draft.warm_start=false"],
+        ["draft.warm_start=False", "after the warm start", "say how many layers"],
+    ),
+    "a depth to choose without hidden states": (
+        ["draft.num_layers=0", "generate.warm_start_tokens=0"],
+        ["generate.warm_start_tokens=0", "hidden states", "say how many layers"],
+    ),
+    "a depth to choose for a pretrained draft": (
+        ["draft=pretrained", "draft.pretrained={place}/target", "draft.num_layers=0"],
+        ["draft.num_layers=0", "brings its own layers", "draft.init=layers"],
+    ),
+    "a depth to choose without laws": (
+        [
+            *("generate=server", "generate.server.urls=[http://a/v1]", "objective=hard"),
+            *("generate.server.laws=false", "draft.num_layers=0"),
+        ],
+        ["draft.num_layers=0", "generate.server.laws=false", "Say how many layers"],
+    ),
     "draft as deep as the target": (["draft.num_layers=4"], ["draft.num_layers=4", "Use 1 to 3"]),
     "layer named twice": (["draft.layers=[1,1]"], ["draft.layers=[1, 1]", "once"]),
     "layer out of range": (["draft.layers=[0,7]"], ["draft.layers=[0, 7]", "layers 0 to 3"]),
