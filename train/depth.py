@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.contracts import Depth, Lessons
 from conf.run import Run, fingerprint, process_rank, write_atomically
@@ -27,13 +27,9 @@ from conf.schema import Config
 from conf.tracking import Tracker
 from data.batches import Batch, collate
 from data.shards import Row
-from models.decoding.costs import CONTEXT, make_cheap, step_seconds
-from models.decoding.draft_model import ModelDrafter
-from models.decoding.engine import Engine
-from models.decoding.kernels import use_kernel
-from models.decoding.sampling import Sampling
-from models.draft import DraftModel, final_norm, from_layers, neutralise, ridge_maps
-from models.load import Target, device_of, dtype_of, load_model
+from models.decoding.costs import seconds_by_depth
+from models.draft import DraftModel, final_norm, neutralise, ridge_maps
+from models.load import Target, device_of, dtype_of, load_model, release_freed
 from models.packed import states_of_layers
 from train.head import Head
 from train.processes import agreed
@@ -43,8 +39,7 @@ from train.validation import packs
 
 DEPTHS = "depths.json"  # what was compared and chosen, beside the draft
 MOST_POSITIONS = 8192  # of validation answers
-MOST_GAMMA = 8
-CAPACITY = CONTEXT + 64  # of the caches in which steps are timed
+MOST_GAMMA = 8  # length of drafts
 
 
 def settle_depth(
@@ -72,6 +67,7 @@ def settle_depth(
         kept = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         if kept.get("fingerprint") != begun_by:
             found = compare(config, target, lessons, hot_ids, train, validation)
+            release_freed()  # the target and all those drafts
             kept = {
                 "fingerprint": begun_by,
                 "num_layers": best(found).num_layers,
@@ -82,7 +78,7 @@ def settle_depth(
         rows = [list(asdict(depth).values()) for depth in depths]
         tracker.table("distill/depths", list(asdict(depths[0])), rows)
     chosen = agreed(chosen, device_of(config.runtime))
-    tracker.message(f"distill: draft.num_layers=0 is {chosen}, by predicted speedup.")
+    tracker.message(f"distill: draft.num_layers={chosen} has the largest predicted speedup.")
     return replace(config, draft=replace(config.draft, num_layers=chosen)), depths
 
 
@@ -95,13 +91,15 @@ def compare(
     validation: Sequence[Row],
 ) -> list[Depth]:
     """Drafts of the target's first 1, 2, ... layers: acceptance after the warm start, and cost."""
-    model, _ = build(config, target, device_of(config.runtime))
-    dtype = dtype_of(config.runtime.train_dtype, model.head.device)
+    device = device_of(config.runtime)
+    model, _ = build(config, target, device)
+    dtype = dtype_of(config.runtime.train_dtype, device)
     head = Head(model.head, hot_ids, num_cold=0, dtype=dtype, chunk=config.runtime.head_chunk)
     states = recorded_or_computed(config, target, lessons, train)
     answers = first_answers(validation, MOST_POSITIONS)
     accepted = acceptance_by_depth(model, head, states, answers, config.draft.ridge)
-    calls, steps = seconds_by_depth(config, target, model, hot_ids)
+    whole = load_model(target, config.target, device)
+    calls, steps = seconds_by_depth(whole, model.full[0], hot_ids, MOST_GAMMA, config.runtime)
     return [
         predicted(num_layers, acceptance, step, calls)
         for num_layers, (acceptance, step) in enumerate(zip(accepted, steps, strict=True), 1)
@@ -139,9 +137,6 @@ def best(depths: Sequence[Depth]) -> Depth:
     return max(depths, key=lambda depth: (depth.predicted_speedup, -depth.num_layers))
 
 
-# ---------------------------------------------------------------- acceptance
-
-
 @torch.no_grad()
 def acceptance_by_depth(
     model: DraftModel,
@@ -174,29 +169,3 @@ def read_depths(model: DraftModel, batch: Batch) -> Tensor:
     *states, last = states_of_layers(model.full[0], batch)
     norm = final_norm(model.body)
     return torch.cat([*map(norm, states), last])[:, batch.supervised_N]
-
-
-# ---------------------------------------------------------------- cost
-
-
-def seconds_by_depth(
-    config: Config, target: Target, model: DraftModel, hot_ids: Tensor | None
-) -> tuple[list[float], list[float]]:
-    """Seconds of calls of the target over 1, 2, ... tokens, and of a step of drafts of the first 1,
-    2, ... layers of `model`, all as decoding runs them.
-    """
-    device, runtime = model.head.device, config.runtime
-    engine = partial(Engine, num_rows=1, capacity=CAPACITY, compiled=runtime.compile)
-    hot_ids = None if hot_ids is None else hot_ids.to(device)
-    whole = load_model(target, config.target, device)
-    drafters = []
-    for num_layers in range(1, model.config.num_hidden_layers + 1):
-        draft = from_layers(model.full[0], range(num_layers))
-        # the wrapped method has a signature that type checkers misread
-        nn.Module.to(draft, device=device, dtype=whole.dtype)
-        make_cheap(draft, hot_ids, int8=runtime.int8_draft)
-        drafters.append(
-            ModelDrafter(engine(draft), vocab_size=target.config.vocab_size, hot_ids=hot_ids)
-        )
-    use_kernel(whole)
-    return step_seconds(engine(whole), drafters, MOST_GAMMA, Sampling(0.0))

@@ -96,7 +96,6 @@ def distill(config: Config, run: Run, tracker: Tracker) -> Draft:
     config, depths = settle_depth(
         config, run, tracker, target, lessons, hot_ids, train, validation, made_by
     )
-    release_freed()
     model, layers = build(config, target, device)
     dtype = dtype_of(config.runtime.train_dtype, device)
     head = Head(

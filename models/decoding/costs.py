@@ -11,16 +11,19 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from conf.groups import RuntimeConfig
 from models.decoding.draft_model import ModelDrafter
 from models.decoding.engine import Engine, measure_seconds, narrow_head
 from models.decoding.kernels import use_kernel
 from models.decoding.quantized import quantize
 from models.decoding.sampling import Sampling
+from models.draft import from_layers
 
 CONTEXT = 128  # tokens in the cache while a step is timed
+ROOM = 64  # for those of a step
 
 
 def make_cheap(draft: PreTrainedModel, hot_ids_H: Tensor | None, *, int8: bool) -> None:
@@ -61,6 +64,30 @@ def step_seconds(
             )
     found = [median(spent) for spent in seconds]
     return found[: longest + 1], found[longest + 1 :]
+
+
+def seconds_by_depth(
+    target: PreTrainedModel,
+    deepest: PreTrainedModel,
+    hot_ids_H: Tensor | None,
+    longest: int,
+    runtime: RuntimeConfig,
+) -> tuple[list[float], list[float]]:
+    """`step_seconds` of greedy decoding by the target, which is changed, and by drafts of the first
+    1, 2, ... layers of the `deepest`, all as our decoder runs them.
+    """
+    engine = partial(Engine, num_rows=1, capacity=CONTEXT + ROOM, compiled=runtime.compile)
+    hot_ids_H = None if hot_ids_H is None else hot_ids_H.to(target.device)
+    drafters = []
+    for num_layers in range(1, deepest.config.num_hidden_layers + 1):
+        draft = from_layers(deepest, range(num_layers))
+        # the wrapped method has a signature that type checkers misread
+        nn.Module.to(draft, device=target.device, dtype=target.dtype)
+        make_cheap(draft, hot_ids_H, int8=runtime.int8_draft)
+        vocab_size = target.config.vocab_size
+        drafters.append(ModelDrafter(engine(draft), vocab_size=vocab_size, hot_ids=hot_ids_H))
+    use_kernel(target)
+    return step_seconds(engine(target), drafters, longest, Sampling(0.0))
 
 
 def _target_step(target: Engine, width: int) -> Callable[[], object]:

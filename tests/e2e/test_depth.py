@@ -12,6 +12,7 @@ import pytest
 
 from conf.contracts import Draft
 from conf.schema import Config
+from models.decoding import costs
 from tests.training import (
     Killed,
     Recording,
@@ -22,7 +23,6 @@ from tests.training import (
     settings_of,
     train,
 )
-from train import depth
 from train.depth import DEPTHS
 from train.distill import distill
 
@@ -86,17 +86,17 @@ def test_cost_decides_and_the_number_of_layers_considered_is_limited(
     recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(recording, max_steps=1)
-    monkeypatch.setattr(depth, "step_seconds", FREE)
+    monkeypatch.setattr(costs, "step_seconds", FREE)
     free = train(recording, tmp_path / "free", config)
     accepted = [each.expected_acceptance for each in free.depths]
     assert len(set(accepted)) == 3
     assert free.num_layers == 1 + accepted.index(max(accepted)) > 1
-    monkeypatch.setattr(depth, "step_seconds", COSTLY)
+    monkeypatch.setattr(costs, "step_seconds", COSTLY)
     costly = train(recording, tmp_path / "costly", config)
     assert costly.num_layers == 1
     assert [each.expected_acceptance for each in costly.depths] == accepted
     config.draft.most_layers = 2
-    monkeypatch.setattr(depth, "step_seconds", clock(0.1, 0.1))
+    monkeypatch.setattr(costs, "step_seconds", clock(0.1, 0.1))
     assert len(train(recording, tmp_path / "limited", config).depths) == 2
 
 
@@ -105,14 +105,14 @@ def test_a_resumed_run_keeps_the_depth_that_was_chosen(
 ) -> None:
     """Also one that ended before its first checkpoint, and a finished one."""
     config = config_of(recording)
-    monkeypatch.setattr(depth, "step_seconds", FREE)
+    monkeypatch.setattr(costs, "step_seconds", FREE)
     whole = train(recording, tmp_path / "whole", config)
     run = recording.open(tmp_path / "interrupted")
     moments: list[dict[str, int]] = [{"at_validation": 0}, {"at_step": 8}]
     for moment in moments:
         with pytest.raises(Killed):
             distill(config, run, Watched(run, **moment))
-        monkeypatch.setattr(depth, "step_seconds", stopped)
+        monkeypatch.setattr(costs, "step_seconds", stopped)
     draft = distill(config, run, Watched(run))
     assert draft.num_layers == whole.num_layers > 1
     assert draft.depths == whole.depths
@@ -124,11 +124,11 @@ def test_another_configuration_chooses_anew(
     recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While nothing is learned yet, so that it may begin in the same folder."""
-    monkeypatch.setattr(depth, "step_seconds", FREE)
+    monkeypatch.setattr(costs, "step_seconds", FREE)
     run = recording.open(tmp_path / "changed")
     with pytest.raises(Killed):
         distill(config_of(recording), run, Watched(run, at_validation=0))
-    monkeypatch.setattr(depth, "step_seconds", COSTLY)
+    monkeypatch.setattr(costs, "step_seconds", COSTLY)
     draft = distill(config_of(recording, lr=0.02, max_steps=1), run, Watched(run))
     assert draft.num_layers == 1
 
