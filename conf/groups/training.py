@@ -150,7 +150,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     warmup_share: float = 0.02
     decay_share: float = 0.8  # share of the steps over which the rate falls linearly to zero
-    num_epochs: float = 3.0
+    num_epochs: float = 2.75
     max_steps: int = -1  # stop here, whatever num_epochs says; negative: no limit
     # as many steps as a rehearsal says fit into so many seconds, without validations; 0: no limit
     max_seconds: float = 0.0
