@@ -27,6 +27,7 @@ COMMAND = "make bench"
 PEER_SECONDS = 75.0  # of training with trl, and of ours beside it
 NUM_COMPARED = 60  # steps on recorded and on whole laws
 NUM_COLD_STEPS = 270  # 100 thousand supervised tokens
+NUM_FIT_STEPS = 128  # of the map, by draft.fit_steps
 LONG_TOKENS, NUM_LONG_STEPS = 4096, 3
 
 Measure = Callable[[Work], Found]
@@ -87,10 +88,14 @@ def by_source(folder: str, measure: Measure) -> Iterator[Row]:
 
 
 def by_start(folder: str, measure: Measure) -> Iterator[Row]:
-    """The warm start before its first step, and copied layers after 100 thousand tokens."""
-    warm = measure(Work(kind="ours", folder=folder))
+    """The warm start before its first step, its map fitted to laws and by regression alone, and
+    copied layers after 100 thousand tokens.
+    """
+    fitted = measure(Work(kind="fitted", folder=folder, steps=NUM_FIT_STEPS))
+    closed = measure(Work(kind="ours", folder=folder))
     cold = measure(Work(kind="cold", folder=folder, steps=NUM_COLD_STEPS))
-    yield gain("warm_start", warm, cold, ">= 0.0")
+    yield gain("warm_start", fitted, cold, ">= 0.0")
+    yield gain("warm_start_by_regression", closed, cold, "")
 
 
 def rows_of(folder: str, measure: Measure, say: Callable[[str], None]) -> list[Row]:

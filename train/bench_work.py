@@ -40,6 +40,7 @@ from train.estimate import step_seconds
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
 from train.optim import rate_factor
+from train.start import fit_map
 from train.supervision import Source, Sources, Teacher
 from train.validation import acceptances
 
@@ -50,8 +51,8 @@ RATE_STEPS = 1000  # resolution of a rate that follows the time spent
 class Work:
     """What to measure. `seconds` or, where it is 0, `steps` say how long."""
 
-    # ours: recorded laws; online: the target's whole ones; cold: layers merely copied; long: only
-    # memory; trl: the peer
+    # ours: recorded laws; online: the target's whole ones; cold: layers merely copied; fitted: the
+    # map alone, to recorded laws; long: only memory; trl: the peer
     kind: str
     folder: str  # of a finished run
     seconds: float = 0.0
@@ -186,6 +187,18 @@ def _run(bench: Bench, trainer: Trainer, *, judged: bool = True) -> Found:
     return found
 
 
+def fitted(bench: Bench, work: Work) -> Found:
+    """The run's draft before its first step, its map fitted as `draft.fit_steps` has it."""
+    model = bench.draft()
+    head = bench.head(model)
+    start = time.perf_counter()
+    fit_map(model, head, bench.train, num_steps=work.steps, seed=bench.config.seed)
+    found = Found(steps=work.steps, seconds=time.perf_counter() - start)
+    found.peak_gib = peak_memory_gib()
+    bench.judge(found, model)
+    return found
+
+
 def long(bench: Bench, work: Work) -> Found:
     """Answers of one length, made by joining recorded ones; the same tokens in every step."""
     whole = bench.train
@@ -231,7 +244,7 @@ def main() -> None:
 
         found = by_trl(bench, work)
     else:
-        found = long(bench, work) if work.kind == "long" else ours(bench, work)
+        found = {"long": long, "fitted": fitted}.get(work.kind, ours)(bench, work)
     write_atomically(Path(sys.argv[2]), json.dumps(asdict(found)) + "\n")
 
 
