@@ -23,8 +23,9 @@ SECONDS_BETWEEN_LINES = 15.0  # of progress in a log file
 Value = float | int | str | None
 
 
-def quiet_libraries() -> None:
-    """Keep libraries' chatter out of a command's own report; errors still show.
+def settle_libraries() -> None:
+    """Keep libraries' chatter out of a command's own report, errors still show, and their caches
+    small.
 
     Call it before they are imported. What the environment says already stands.
     """
@@ -32,6 +33,10 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # oneDNN and torch keep code and buffers for every shape of a bfloat16 product, 1024 of them by
+    # default, and packs of answers come in hundreds of lengths: megabytes for each, for nothing
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="transformers|torch|accelerate")
 

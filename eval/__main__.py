@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conf.console import quiet_libraries
+from conf.console import settle_libraries
 from conf.contracts import MANIFEST
 from conf.errors import UserError
 
@@ -196,7 +196,7 @@ COMMANDS = {"chat": chat_command, "bench": bench_command}
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 when a benchmark failed, 2 with one sentence for bad input."""
     options = parser().parse_args(arguments)
-    quiet_libraries()
+    settle_libraries()
     try:
         return COMMANDS[options.command](options)
     except UserError as wrong:

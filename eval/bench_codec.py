@@ -75,6 +75,7 @@ class Student:
     """A copy of the run's draft before its first step, in training by forward KL."""
 
     model: DraftModel
+    head_VE: Tensor
     optimizer: torch.optim.Optimizer
 
     @classmethod
@@ -84,11 +85,12 @@ class Student:
         model = DraftModel(plain).eval()
         model.freeze_embeddings()
         trained = [p for p in model.parameters() if p.requires_grad]
-        return cls(model, torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0))
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+        return cls(model, model.head.float(), optimizer)  # frozen, it may be stored in bfloat16
 
     def laws(self, features_NE: Tensor) -> Tensor:
         """q over the whole vocabulary."""
-        return (features_NE @ self.model.head.T).softmax(-1)
+        return (features_NE @ self.head_VE.T).softmax(-1)
 
     def features(self, batch: Batch) -> Tensor:
         """What the head reads at the supervised positions."""
@@ -107,7 +109,7 @@ class Student:
             toward_NV = (
                 completed(batch.top_ids_NK, batch.top_log_p_NK, q_NV) if p_NV is None else p_NV
             )
-            gradient_NE = (q_NV - toward_NV) @ self.model.head / len(q_NV)
+            gradient_NE = (q_NV - toward_NV) @ self.head_VE / len(q_NV)
         self.optimizer.zero_grad()
         features_NE.backward(gradient_NE)
         self.optimizer.step()

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.choices import Stage
-from conf.console import Screen, quiet_libraries
+from conf.console import Screen, settle_libraries
 from conf.errors import UserError
 from conf.run import Run, process_rank
 from conf.schema import CONFIG_FOLDER, Config, register, setting_names, typed
@@ -160,7 +160,7 @@ def _main(composed: DictConfig) -> None:
 
 def main() -> None:
     """`python -m train`: exit code 0, or 2 with one sentence for bad configuration or input."""
-    quiet_libraries()
+    settle_libraries()
     register()
     failures.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach the handler below, not hydra's exit code 1

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from conf.choices import Dtype, Supervision
-from conf.console import quiet_libraries
+from conf.console import settle_libraries
 from conf.contracts import Draft, Lessons
 from conf.groups import ObjectiveConfig, OptimConfig, TargetConfig
 from conf.run import peak_memory_gib, write_atomically
@@ -36,7 +36,7 @@ from models.load import (
     open_target,
     release_freed,
 )
-from train.estimate import step_seconds
+from train.estimate import positions_of_steps, step_seconds, steps_within
 from train.head import Head
 from train.loop import NUM_COLD, Trainer
 from train.optim import rate_factor
@@ -165,10 +165,9 @@ def ours(bench: Bench, work: Work) -> Found:
     release_freed()
     trainer = bench.trainer(model, source)
     if work.seconds:
-        per_position, per_update = step_seconds(trainer)
-        num_positions_of_a_step = sum(map(num_positions, bench.train)) / len(trainer.plan)
-        a_step = per_position * num_positions_of_a_step + per_update
-        trainer.plan = trainer.plan[: max(1, int(work.seconds / a_step))]
+        positions = positions_of_steps(trainer)
+        count = steps_within(work.seconds, positions, *step_seconds(trainer))
+        trainer.plan = trainer.plan[:count]
     else:
         trainer.plan = trainer.plan[: work.steps]
     return _run(bench, trainer)
@@ -236,7 +235,7 @@ def spent_rate(spent: float, config: OptimConfig) -> float:
 
 def main() -> None:
     """Measure what the first argument says, write it to the file that the second one names."""
-    quiet_libraries()
+    settle_libraries()
     work = Work(**json.loads(sys.argv[1]))
     bench = Bench.load(work)
     if work.kind == "trl":

@@ -90,12 +90,9 @@ class Estimate:
 
     def steps_within(self, seconds: float) -> int:
         """How many steps fit, at least one; validations are not counted."""
-        spent = 0.0
-        for number, positions in enumerate(self.positions_of_steps):
-            spent += self.seconds_per_position * positions + self.seconds_per_update
-            if spent > seconds:
-                return max(number, 1)
-        return len(self.positions_of_steps)
+        return steps_within(
+            seconds, self.positions_of_steps, self.seconds_per_position, self.seconds_per_update
+        )
 
     def limited(self, num_steps: int) -> Estimate:
         """The same for a shorter run."""
@@ -121,18 +118,33 @@ def estimate(trainer: Trainer) -> Estimate:
     """What `trainer.fit` will take, before its first step and without a trace in what it learns."""
     memory = _memory(trainer)  # of what is held before the first rehearsed step
     per_position, per_update = step_seconds(trainer)
-    lengths = [num_positions(row) for row in trainer.train_rows]
     return Estimate(
         memory=memory,
         seconds_per_position=per_position,
         seconds_per_update=per_update,
         seconds_per_validation=_validation_seconds(trainer),
-        positions_of_steps=[
-            max(sum(lengths[i] for i in share) for share in step) for step in trainer.plan
-        ],
+        positions_of_steps=positions_of_steps(trainer),
         evaluate_every=trainer.config.optim.evaluate_every,
         num_last=len(trainer.plan) - trainer.sources.num_first(len(trainer.plan)),
     )
+
+
+def positions_of_steps(trainer: Trainer) -> list[int]:
+    """Packed positions that the process with most of them has in each step."""
+    lengths = [num_positions(row) for row in trainer.train_rows]
+    return [max(sum(lengths[i] for i in share) for share in step) for step in trainer.plan]
+
+
+def steps_within(
+    seconds: float, positions: Sequence[int], per_position: float, per_update: float
+) -> int:
+    """How many steps of so many positions fit, at least one."""
+    spent = 0.0
+    for number, of_this in enumerate(positions):
+        spent += per_position * of_this + per_update
+        if spent > seconds:
+            return max(number, 1)
+    return len(positions)
 
 
 def held_bytes() -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from data.batches import collate
 from data.codec import UNRECORDED
-from eval.bench_codec import completed
+from eval.bench_codec import Student, completed
+from tests.lessons import made_up_row
+from tests.tiny import tiny_model
 from train.objectives import forward_kl, lump
 
 VOCAB_SIZE = 12
@@ -28,3 +33,17 @@ def test_a_completed_law_gives_the_gradient_of_the_recorded_one() -> None:
     law_NV = completed(ids_NK, log_p_NK, q_NV)
     assert law_NV.sum(-1).tolist() == pytest.approx([1.0] * 5)
     torch.testing.assert_close(q_NV - law_NV, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_student_whose_head_is_kept_in_bfloat16_learns(tmp_path: Path) -> None:
+    """From its recorded laws: more of what they say is accepted."""
+    tiny_model().bfloat16().float().save_pretrained(tmp_path / "draft" / "initial")
+    student = Student.load(tmp_path, torch.device("cpu"))
+    assert student.model.head.dtype is torch.bfloat16
+    batch = collate([made_up_row(0, 4, 6)])
+    q_NV = student.laws(student.features(batch)).detach()
+    p_NV = completed(batch.top_ids_NK, batch.top_log_p_NK, q_NV)
+    before = student.acceptance(batch, p_NV)
+    for _ in range(10):
+        student.learn(batch, None)
+    assert student.acceptance(batch, p_NV) > before + 0.01

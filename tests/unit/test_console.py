@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import time
 
 import pytest
 from rich.console import Console
 
-from conf.console import Screen, text_of
+from conf.console import Screen, settle_libraries, text_of
 
 
 def test_progress_in_a_log_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +71,12 @@ def test_progress_on_a_terminal_is_nested_and_not_garbled_by_events() -> None:
 )
 def test_values_are_written_for_people(value: float | str | None, text: str) -> None:
     assert text_of(value) == text
+
+
+def test_caches_of_libraries_are_small_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "99"})
+    settle_libraries()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "16"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "99"
