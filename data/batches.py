@@ -67,10 +67,11 @@ def num_positions(row: Row) -> int:
     return len(row.prompt) + len(row.generated) - 1
 
 
-def compact(row: Row) -> None:
+def compact(row: Row) -> Row:
     """Drop what training does not read of an answer, and keep its ids in half the bytes."""
     row.hidden = None
     row.top_ids = row.top_ids.int()
+    return row
 
 
 def collate(rows: Sequence[Row]) -> Batch:

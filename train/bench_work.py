@@ -104,11 +104,12 @@ class Bench:
         )
         device = device_of(config.runtime)
         train, validation = (
-            sorted(read_split(folder / "lessons", lessons.splits[split]), key=lambda r: r.index)
+            sorted(
+                map(compact, read_split(folder / "lessons", lessons.splits[split])),
+                key=lambda row: row.index,
+            )
             for split in ("train", "validation")
         )
-        for row in [*train, *validation]:
-            compact(row)
         return cls(
             config=config,
             target=open_target(config),
