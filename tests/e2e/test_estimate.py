@@ -34,6 +34,7 @@ from train.estimate import (
     estimate,
     kept_by_autograd,
     moment_bytes,
+    positions_of_steps,
 )
 from train.head import features_of
 
@@ -156,6 +157,15 @@ def test_steps_within_a_time_are_those_whose_time_it_holds() -> None:
         *(1, 1, 1, 2, 3, 3, 4, 4)
     ]
     assert expected.limited(2).positions_of_steps == [10, 20]
+
+
+def test_steps_are_counted_with_the_positions_of_every_epoch(tmp_path: Path) -> None:
+    """By which the benchmark beside trl gets its time: those of one epoch gave it the double."""
+    recording = Recording(tmp_path, answers(40), answers(2, 1000))
+    trainer = trainer_of(recording, recording.train, num_epochs=3.0, max_steps=-1)
+    every = sum(map(num_positions, recording.train))
+    assert sum(positions_of_steps(trainer)) == 3 * every
+    assert len(trainer.plan) == len(positions_of_steps(trainer))
 
 
 def test_a_run_limited_in_time_is_resumed_to_the_same_end(
