@@ -23,6 +23,7 @@ from data.chat import show_supervision
 from data.codec import VERSION
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import SHALLOW, Engine
+from models.decoding.kernels import use_kernel
 from models.jobs import Job, at_their_longest, next_turn, plan_jobs, require_room
 from models.load import Target, describe, device_of, load_model, open_target, set_threads
 from models.recording import (
@@ -142,6 +143,7 @@ class BuiltIn:
     def __init__(self, config: Config, target: Target) -> None:
         self.config, self.target = config, target
         self.model = load_model(target, config.target, device_of(config.runtime))
+        use_kernel(self.model)
         self.device = str(self.model.device)
 
     def record(self, jobs: Sequence[Job], writer: Writer) -> Iterator[Answer]:

@@ -224,8 +224,13 @@ def describe(target: Target, config: TargetConfig, model: PreTrainedModel) -> di
 def num_weights(model: PreTrainedModel) -> int:
     """Weights of a model, those of a tied head once."""
     total = sum(parameter.numel() for parameter in model.parameters())
+    # packed for a processor, a layer's weight is no parameter any more
+    packed = (
+        m for m in model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters
+    )
+    total += sum(module.in_features * module.out_features for module in packed)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    # packed for a processor, a tied head has a copy of its own
+    # a tied head then has a copy of its own
     is_copied = model.config.tie_word_embeddings and head.weight is not embedding.weight
     return total - head.weight.numel() if is_copied else total
 

@@ -96,16 +96,11 @@ class Generator:
         self.engine, self.stop_ids = engine, stop_ids
         self.max_new_tokens, self.top_k = max_new_tokens, top_k
         self.recording = Stopwatch()
-        self._hidden = torch.empty(0)
-        head = engine.model.get_output_embeddings()
-        self._hook = head.register_forward_pre_hook(self._keep_hidden)
-
-    def _keep_hidden(self, _module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden = inputs[0]
+        engine.keep_features()
 
     def close(self) -> None:
-        """Remove the hook on the model."""
-        self._hook.remove()
+        """No longer listen to the model."""
+        self.engine.drop_features()
 
     @torch.inference_mode()
     def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
@@ -151,8 +146,8 @@ class Generator:
             if row.request.record_prompt:
                 self._record_prompt(row, logits_BUV[place], int(own_B[place]))
         at = torch.arange(len(rows), device=own_B.device)
-        self._hidden = self._hidden[at, own_B]
-        self._advance(list(rows), logits_BUV[at, own_B])
+        features_BD = self.engine.features_BUD[at, own_B]
+        self._advance(list(rows), logits_BUV[at, own_B], features_BD)
         return rows
 
     def _record_prompt(self, row: _Row, logits_UV: Tensor, end: int) -> None:
@@ -172,10 +167,9 @@ class Generator:
         logits_B1V = self.engine.forward(
             fed_B2[:, :1], fed_B2[:, 1:], longest=max(cached for _, cached in feed) + 1
         )
-        self._hidden = self._hidden[:, -1]
-        self._advance(rows, logits_B1V[:, -1])
+        self._advance(rows, logits_B1V[:, -1], self.engine.features_BUD[:, -1])
 
-    def _advance(self, rows: list[_Row | None], logits_BV: Tensor) -> None:
+    def _advance(self, rows: list[_Row | None], logits_BV: Tensor, features_BD: Tensor) -> None:
         """Draw one token per row and record the distribution it came from."""
         logits_BV = logits_BV.float()
         with self.recording:  # drawing makes use of them, but would not need as many
@@ -194,9 +188,11 @@ class Generator:
             if row is not None:
                 row.tokens.append(token)
         with self.recording:
-            self._record(rows, top_BK.values - log_z_B1, top_BK.indices)
+            self._record(rows, top_BK.values - log_z_B1, top_BK.indices, features_BD)
 
-    def _record(self, rows: list[_Row | None], log_p_BK: Tensor, ids_BK: Tensor) -> None:
+    def _record(
+        self, rows: list[_Row | None], log_p_BK: Tensor, ids_BK: Tensor, features_BD: Tensor
+    ) -> None:
         log_p_BK, ids_BK = log_p_BK.cpu(), ids_BK.int().cpu()
         for slot, row in enumerate(rows):
             if row is None:
@@ -204,7 +200,7 @@ class Generator:
             row.log_probabilities.append(log_p_BK[slot])
             row.ids.append(ids_BK[slot])
             if row.request.keep_hidden:
-                row.hidden.append(self._hidden[slot].cpu())
+                row.hidden.append(features_BD[slot].cpu())
 
     def _ended(self, row: _Row) -> bool:
         return row.tokens[-1] in self.stop_ids or len(row.tokens) >= self.max_new_tokens

@@ -62,10 +62,8 @@ class RaggedLayer(CacheLayerMixin):
             return self.keys, self.values
         if not where.num_shared:  # a prefill from position 0 attends to nothing but itself
             return key_states, value_states
-        rows_B, num_shared = where.rows_B1[:, 0], where.num_shared
-        self.keys[rows_B, :, :num_shared] = self.shared_keys
-        self.values[rows_B, :, :num_shared] = self.shared_values
-        size = (len(rows_B), -1, -1, -1)
+        self.begin_shared(where.rows_B1[:, 0])
+        size = (len(where.rows_B1), -1, -1, -1)
         return (
             torch.cat([self.shared_keys.expand(size), key_states], 2),
             torch.cat([self.shared_values.expand(size), value_states], 2),
@@ -75,6 +73,12 @@ class RaggedLayer(CacheLayerMixin):
         """Remember the beginning of row 0."""
         self.shared_keys = self.keys[:1, :, :num_tokens].clone()
         self.shared_values = self.values[:1, :, :num_tokens].clone()
+
+    def begin_shared(self, rows_B: Tensor) -> None:
+        """Have rows begin with what was shared."""
+        num_shared = self.shared_keys.shape[2]
+        self.keys[rows_B, :, :num_shared] = self.shared_keys
+        self.values[rows_B, :, :num_shared] = self.shared_values
 
     def resize(self, window: int) -> None:
         """Make the storage `window` tokens long, keeping what fits."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from models.decoding.cache import RaggedCache
@@ -41,6 +42,9 @@ class Engine:
         # code compiled for its tensors is for tensors of this mode, in which all calls run
         with torch.inference_mode():
             self.cache = RaggedCache(model.config, num_rows, capacity, model.dtype, model.device)
+        # what the head read for the last call's logits, once `keep_features` was asked
+        self.features_BUD = torch.empty(0)
+        self._listener: RemovableHandle | None = None
         self._native = None
         if model.device.type == "cpu":
             has_kernels()  # before the first step, which may be compiled
@@ -91,10 +95,16 @@ class Engine:
             )
         assert fresh or rows_B is None, "a call that reads the cache reads all of its rows"
         num_rows, width = tokens_BT.shape
-        if self._native is not None and not num_shared and self._native.takes(tokens_BT):
+        if self._native is not None and self._native.takes(tokens_BT):
             self.cache.reach(longest, may_shrink=rows_B is None)
+            if num_shared and rows_B is not None:
+                for layer in self.cache.ragged:
+                    layer.begin_shared(rows_B)
             only_U = self._slots_S[width - 1 : width] if last_only else only_T
-            return self._native.run(tokens_BT, positions_BT, branches, self.cache, rows_B, only_U)
+            logits_BUV, self.features_BUD = self._native.run(
+                tokens_BT, positions_BT, branches, self.cache, rows_B, only_U
+            )
+            return logits_BUV
         # compiled code tells one tensor given twice from two, and a view from what is none
         slots_BT = (positions_BT if branches is None else branches.slots_BT).clone()
         positions_BT = positions_BT.clone()
@@ -123,6 +133,19 @@ class Engine:
                 return self.model(**given).logits
             self.cache.compiled = None
             return self._code.run(self.model.forward, **given).logits
+
+    def keep_features(self) -> None:
+        """From now on keep what the head reads in `features_BUD`, until `drop_features`."""
+        head = self.model.get_output_embeddings()
+        self._listener = head.register_forward_pre_hook(self._hear)
+
+    def drop_features(self) -> None:
+        """No longer listen to the model's head."""
+        if self._listener is not None:
+            self._listener.remove()
+
+    def _hear(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.features_BUD = inputs[0]
 
     def prefill(self, tokens: Sequence[int], row: int = 0) -> Tensor:
         """Start one row afresh with a prompt; logits after its last token, shape V."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.decoding.cache import RaggedCache
-from models.decoding.kernels import HEAD_MULTIPLE, FewRowsLinear, has_kernels
+from models.decoding.kernels import HEAD_MULTIPLE, FewRowsLinear, PackedLinear, has_kernels
 from models.decoding.pages import on_large_pages
 from models.decoding.quantized import Int8Linear
 from models.decoding.tree import Branches
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # of one call; beyond, torch's products are faster, those of bfloat16 where our kernels have none of
 # their own
-MOST_TOKENS, MOST_UNPAIRED = 512, 16
+MOST_TOKENS, MOST_UNPAIRED = 1024, 16
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NETWORK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -50,7 +50,7 @@ class NativeSteps:
         embedding: Any = model.get_input_embeddings()
         is_slow = model.dtype == torch.bfloat16 and not torch.ops.draftsmith.has_pairs()
         self._most = MOST_UNPAIRED if is_slow else MOST_TOKENS
-        self._head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
         positions_1P = torch.arange(capacity, device="cpu").unsqueeze(0)
         cos_1PD, sin_1PD = body.rotary_emb(torch.zeros(1), positions_1P)
         whole = {
@@ -58,11 +58,12 @@ class NativeSteps:
             "norm": body.norm.weight.detach().float(),
             "cos": cos_1PD[0].contiguous(),
             "sin": sin_1PD[0].contiguous(),
-            **_linear("head", self._head),
+            **_linear("head", head),
         }
         self._decoder = torch.classes.draftsmith.Decoder(
             [_layer(layer) for layer in body.layers],
             whole,
+            head.out_features,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.rms_norm_eps,
@@ -86,17 +87,16 @@ class NativeSteps:
             and model.model.rotary_emb.rope_type in ROPE_TYPES
             and _sees_all(model)
             and model.model.layers[0].self_attn.head_dim % HEAD_MULTIPLE == 0
-            and all(isinstance(m, FewRowsLinear | Int8Linear) for m in _linears(model))
+            and all(
+                isinstance(m, FewRowsLinear | PackedLinear | Int8Linear) for m in _linears(model)
+            )
             and all(_is_uniform(layer) for layer in model.model.layers)
         )
         return cls(model, capacity) if is_known else None
 
     def takes(self, tokens_BT: Tensor) -> bool:
-        """Whether a call of so many tokens is one of these steps, and nobody listens to what the
-        model's head reads.
-        """
-        is_heard = self._head._forward_pre_hooks or self._head._forward_hooks
-        return tokens_BT.numel() <= self._most and not is_heard
+        """Whether a call of so many tokens is one of these steps."""
+        return tokens_BT.numel() <= self._most
 
     def run(
         self,
@@ -106,12 +106,12 @@ class NativeSteps:
         cache: RaggedCache,
         rows_B: Tensor | None,
         only_U: Tensor | None,
-    ) -> Tensor:
-        """Logits BUV after the tokens at places `only_U` among T, after all if None; rows `rows_B`
-        of the cache, all if None, get what the tokens leave there. `branches`: where they stand
-        and what they see if they are not one after another.
+    ) -> tuple[Tensor, Tensor]:
+        """Logits BUV after the tokens at places `only_U` among T, after all if None, and what the
+        head read there; rows `rows_B` of the cache, all if None, get what the tokens leave there.
+        `branches`: where they stand and what they see if they are not one after another.
         """
-        logits_BUV: Tensor = self._decoder.forward(
+        found: tuple[Tensor, Tensor] = self._decoder.forward(
             tokens_BT,
             positions_BT,
             positions_BT if branches is None else branches.slots_BT,
@@ -122,7 +122,7 @@ class NativeSteps:
             rows_B,
             only_U,
         )
-        return logits_BUV
+        return found
 
 
 def _layer(layer: Any) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def _layer(layer: Any) -> dict[str, Tensor]:
 
 
 def _linear(name: str, module: Any) -> dict[str, Tensor]:
-    parts = {name: module.weight.detach()}
+    parts = {name: getattr(module, module.stored).detach()}
     if isinstance(module, Int8Linear):
         parts[f"{name}.scale"] = module.scale
     if module.bias is not None:
@@ -167,7 +167,9 @@ def _sees_all(model: PreTrainedModel) -> bool:
 def _is_uniform(layer: Any) -> bool:
     """Whether the weights that read one input are of one type."""
     together = (
-        [getattr(layer.self_attn, name).weight.dtype for name in ("q_proj", "k_proj", "v_proj")],
-        [getattr(layer.mlp, name).weight.dtype for name in ("gate_proj", "up_proj")],
+        [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")],
+        [getattr(layer.mlp, name) for name in ("gate_proj", "up_proj")],
     )
-    return all(len(set(types)) == 1 for types in together)
+    return all(
+        len({(type(m), getattr(m, m.stored).dtype) for m in modules}) == 1 for modules in together
+    )

@@ -21,21 +21,22 @@ LINE = 64  # bytes: where a vector may start without crossing a line of the cach
 @torch.no_grad()
 def on_large_pages(modules: Sequence[nn.Module]) -> None:
     """Move the weights of modules, in their order, in place; done before is done. Where large pages
-    are not to be had they lie on small ones.
+    are not to be had they lie on small ones. A module's `stored` says what it calls its weight.
     """
-    weights: list[Any] = [module.weight for module in modules]
+    names = [str(module.stored) for module in modules]
+    weights: list[Any] = [getattr(*pair) for pair in zip(modules, names, strict=True)]
     places = [0]
     for weight in weights:
         places.append(places[-1] + -(-weight.nbytes // LINE) * LINE)
     if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
         return
     arena = _allocated(places.pop())
-    for module, weight, place in zip(modules, weights, places, strict=True):
+    for module, name, weight, place in zip(modules, names, weights, places, strict=True):
         moved = arena[place : place + weight.nbytes].view(weight.dtype).view(weight.shape)
         moved.copy_(weight)
         if isinstance(weight, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=False)
-        module.weight = moved
+        setattr(module, name, moved)
 
 
 def _allocated(num_bytes: int) -> Tensor:

@@ -21,6 +21,7 @@ class Int8Linear(nn.Module):
     127.
     """
 
+    stored = "weight"
     weight: Tensor
     scale: Tensor
 

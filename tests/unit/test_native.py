@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.decoding.engine import Engine
-from models.decoding.kernels import has_kernels, use_kernel
+from models.decoding.kernels import PackedLinear, has_kernels, use_kernel
 from models.decoding.native import MOST_TOKENS, NativeSteps
 from models.decoding.pages import LINE
 from models.decoding.quantized import quantize
@@ -99,6 +99,21 @@ def test_bfloat16_models_get_the_law_of_their_float32_twins(family: str) -> None
     whole = Engine(exact, num_rows=1, capacity=CAPACITY, compiled=False)
     for found, want in zip(steps(engine), steps(whole), strict=True):
         assert found.dtype is torch.bfloat16
+        gap = (found.float().softmax(-1) - want.softmax(-1)).abs().sum(-1) / 2
+        assert float(gap.max()) < 0.05
+
+
+def test_packed_weights_give_the_law_of_their_float32_twins() -> None:
+    """On any processor, of a vocabulary that fills no whole panel."""
+    packed, exact = wide("llama", vocab_size=99).bfloat16(), wide("llama", vocab_size=99)
+    for module in packed.modules():
+        if type(module) is nn.Linear:
+            PackedLinear.take_over(module, module.weight)
+    engine = Engine(packed, num_rows=3, capacity=CAPACITY, compiled=False)
+    assert engine._native is not None
+    whole = Engine(exact, num_rows=3, capacity=CAPACITY, compiled=False)
+    for found, want in zip(steps(engine), steps(whole), strict=True):
+        assert found.shape == want.shape
         gap = (found.float().softmax(-1) - want.softmax(-1)).abs().sum(-1) / 2
         assert float(gap.max()) < 0.05
 
@@ -201,19 +216,26 @@ def test_no_number_stays_none() -> None:
     assert all(logits.isnan().any() for logits in steps(engines(model)[0]))
 
 
-def test_whoever_listens_to_the_head_hears_it() -> None:
-    """Statistics for the warm start are taken there."""
+@torch.inference_mode()
+def test_what_the_head_reads_is_what_the_modules_give_it() -> None:
+    """Statistics for the warm start are taken there, also behind a beginning that is read once."""
     model = wide("llama")
     use_kernel(model)
-    engine, _ = engines(model)
-    heard: list[int] = []
-    handle = model.lm_head.register_forward_pre_hook(lambda *_: heard.append(1))
-    steps(engine)
-    assert len(heard) == 6  # two prefills, and four steps
-    handle.remove()
-    with pytest.MonkeyPatch.context() as patch:  # nobody listens: the modules rest
+    found = []
+    for engine in engines(model, num_rows=3):
+        engine.share([TEXT[:6], [*TEXT[:5], 1]])
+        engine.keep_features()
+        logits, _ = engine.prefill_together([TEXT[:9], TEXT[:8]], [2, 0], ends_only=False)
+        heard = [logits, engine.features_BUD]
+        ids, places = torch.tensor([[5], [6], [7]]), torch.tensor([[8], [0], [9]])
+        heard += [engine.forward(ids, places, longest=10)[[0, 2]], engine.features_BUD[[0, 2]]]
+        found.append(heard)
+        engine.drop_features()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+    with pytest.MonkeyPatch.context() as patch:  # of calls in one the modules rest
         patch.setattr(model.model.layers[0].self_attn, "forward", None)
-        engine.forward(torch.tensor([[5]]), torch.tensor([[22]]), longest=23)
+        Engine(model, num_rows=1, capacity=CAPACITY, compiled=False).prefill(TEXT[:9])
 
 
 @torch.inference_mode()
@@ -284,14 +306,19 @@ def test_weights_move_to_one_place_and_stay_what_they_are() -> None:
     model = wide("llama", tie_word_embeddings=True)
     quantize(model.model.layers[0])
     use_kernel(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in held(model).items()}
     assert NativeSteps.of(model, CAPACITY) is not None
     layers = model.model.layers
     moved = [layers[0].mlp.up_proj, layers[1].mlp.up_proj, model.lm_head]
-    assert len({module.weight.untyped_storage().data_ptr() for module in moved}) == 1
-    assert all(module.weight.data_ptr() % LINE == 0 for module in moved)
-    places = [module.weight.data_ptr() for module in moved]
+    places = [getattr(module, module.stored).data_ptr() for module in moved]
+    assert len({getattr(m, m.stored).untyped_storage().data_ptr() for m in moved}) == 1
+    assert all(place % LINE == 0 for place in places)
     assert NativeSteps.of(model, CAPACITY) is not None  # again: nothing moves
-    assert places == [module.weight.data_ptr() for module in moved]
-    for name, value in model.state_dict().items():
+    assert places == [getattr(module, module.stored).data_ptr() for module in moved]
+    assert held(model).keys() == before.keys()
+    for name, value in held(model).items():
         assert torch.equal(value, before[name])
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])

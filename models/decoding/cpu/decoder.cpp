@@ -15,6 +15,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -112,21 +113,17 @@ struct Call {
   float* ordered;                            // common to all threads
   Attention<Kind, float> attention;
 
-  // A bfloat16 model reads bfloat16 inputs.
-  static Weight::Form form_of(const Linear& linear) { return linear.weight.form(std::is_same_v<Kind, BFloat16>); }
-
   // Rows that `fill(row, line)` writes, in a weight's order.
   template <class Fill>
   const void* ordered_for(const Linear& linear, Own& own, int64_t num, const Fill& fill) const {
     const int64_t in = linear.weight.in;
-    const Weight::Form form = form_of(linear);
     const bool is_shared = num >= kShared;
     float* line = own.line.get(in);
     void* lines = is_shared ? ordered : own.ordered.get(num * in);
     const int64_t thread = is_shared ? omp_get_thread_num() : 0, num_threads = is_shared ? omp_get_num_threads() : 1;
     for (int64_t m = num * thread / num_threads; m < num * (thread + 1) / num_threads; m++) {
       fill(m, line);
-      reorder_for(form, line, in, static_cast<char*>(lines) + m * in * input_size(form));
+      reorder_for<Element>(linear.weight, line, in, static_cast<char*>(lines) + m * in * input_size<Element>(linear.weight));
     }
     if (is_shared) {
 #pragma omp barrier
@@ -135,14 +132,14 @@ struct Call {
   }
 
   void store(const Linear& linear, const void* input, float* to) const {
-    multiply(linear.weight, form_of(linear), input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
+    multiply<Element>(linear.weight, input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
       linear.shift(o, values, num);
       for (int64_t b = 0; b < num; b++) to[m * linear.weight.out + o + b] = values[b];
     });
   }
 
   void add(const Linear& linear, const void* input) const {
-    multiply(linear.weight, form_of(linear), input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
+    multiply<Element>(linear.weight, input, num_tokens, [&](int64_t m, int64_t o, float* values, int64_t num) {
       linear.shift(o, values, num);
       for (int64_t b = 0; b < num; b++) x[m * linear.weight.out + o + b] += values[b];
     });
@@ -218,29 +215,32 @@ struct Call {
 
 class Decoder : public torch::CustomClassHolder {
  public:
-  // A layer's parts: weights q, k, v, o, gate, up, down (out in), their .scale (of int8) and .bias, norm, mlp_norm and
-  // perhaps q_norm and k_norm. Of the model: embedding (V D), norm, head, and cos and sin (positions, head size). All
-  // vectors and cos and sin are float; weights that read one input are of one type.
-  Decoder(c10::List<Parts> layers, Parts model, int64_t num_heads, int64_t num_shared, double eps, double scaling)
+  // A layer's parts: weights q, k, v, o, gate, up, down (out in, or packed), their .scale (of int8) and .bias, norm,
+  // mlp_norm and perhaps q_norm and k_norm. Of the model: embedding (V D), norm, head, and cos and sin (positions, head
+  // size). All vectors and cos and sin are float; weights that read one input are of one type.
+  Decoder(c10::List<Parts> layers, Parts model, int64_t num_outputs, int64_t num_heads, int64_t num_shared, double eps,
+          double scaling)
       : held_(layers), model_(model), head_(model, "head"), num_heads_(num_heads), num_shared_(num_shared),
         eps_(static_cast<float>(eps)), scaling_(static_cast<float>(scaling)) {
     for (const Parts& parts : layers) layers_.emplace_back(parts);
+    head_.weight.out = num_outputs;  // a packed head has more
   }
 
   // tokens, positions and slots (B T): ids, places in the text and in the cache; keys and values (rows K S D, of a layer
   // each), which the new tokens' are written to, into `rows` (B) or in order. A token sees the text up to itself; of a
   // tree, its text, of `lengths` (B), and the candidates behind it that `sees` (B T N) admits. Logits (B U V) in the
-  // cache's type after the tokens at `places` (U), after all without.
-  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
+  // cache's type after the tokens at `places` (U), after all without, and what the head read there (B U D).
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
                      std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
                      const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
                      const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places) {
     const bool is_float = keys[0].scalar_type() == at::kFloat;
     const int64_t num = places ? places->numel() : tokens.size(1);
     at::Tensor logits = at::empty({tokens.size(0), num, head_.weight.out}, keys[0].options());
-    if (is_float) run<Float>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits);
-    else run<BFloat16>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits);
-    return logits;
+    at::Tensor features = at::empty({tokens.size(0), num, head_.weight.in}, keys[0].options());
+    if (is_float) run<Float>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits, features);
+    else run<BFloat16>(tokens, positions, slots, keys, values, lengths, sees, rows, places, logits, features);
+    return {logits, features};
   }
 
  private:
@@ -257,7 +257,8 @@ class Decoder : public torch::CustomClassHolder {
   void run(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
            const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
            const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
-           const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places, at::Tensor& logits) {
+           const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places, at::Tensor& logits,
+           at::Tensor& features) {
     using Element = typename Kind::Element;
     const int64_t num_rows = tokens.size(0), num_new = tokens.size(1), num_tokens = num_rows * num_new;
     const int64_t size = keys[0].size(3), width = head_.weight.in, inner = layers_[0].down.weight.in;
@@ -324,6 +325,7 @@ class Decoder : public torch::CustomClassHolder {
     const int64_t* wanted = places ? asked.const_data_ptr<int64_t>() : nullptr;
     const float* norm = vector_of(model_, "norm");
     auto* results = static_cast<Element*>(logits.mutable_data_ptr());
+    auto* read = static_cast<Element*>(features.mutable_data_ptr());
 #pragma omp parallel
     {
       thread_local Own own;
@@ -335,12 +337,13 @@ class Decoder : public torch::CustomClassHolder {
       const void* input = call.ordered_for(head_, own, num_rows * num_asked, [&](int64_t m, float* line) {
         const int64_t row = m / num_asked, n = m % num_asked;
         normalise(call.x + (row * num_new + (wanted ? wanted[n] : n)) * width, norm, width, eps_, line);
+        for (int64_t d = 0; d < width; d++) narrow(line[d], read + m * width + d);
       });
       const auto take_logits = [&](int64_t m, int64_t o, float* values, int64_t num) {
         head_.shift(o, values, num);
         for (int64_t b = 0; b < num; b++) narrow(values[b], results + m * outputs + o + b);
       };
-      multiply(head_.weight, call.form_of(head_), input, num_rows * num_asked, take_logits);
+      multiply<Element>(head_.weight, input, num_rows * num_asked, take_logits);
     }
   }
 
@@ -359,6 +362,6 @@ class Decoder : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.class_<draftsmith::Decoder>("Decoder")
-      .def(torch::init<c10::List<draftsmith::Parts>, draftsmith::Parts, int64_t, int64_t, double, double>())
+      .def(torch::init<c10::List<draftsmith::Parts>, draftsmith::Parts, int64_t, int64_t, int64_t, double, double>())
       .def("forward", &draftsmith::Decoder::forward);
 }

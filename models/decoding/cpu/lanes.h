@@ -47,31 +47,26 @@ inline T load(const void* from) {
 // vector, so kLanes * kParts numbers come as kParts vectors, and not in their own order.
 struct Float {
   using Element = float;
-  using Input = float;
   static constexpr int kParts = 1;
   static Floats part(Words words, int) { return as<Floats>(words); }
 };
 
 struct BFloat16 {
   using Element = uint16_t;
-  using Input = float;
   static constexpr int kParts = 2;
   static Floats part(Words words, int k) { return as<Floats>(k ? words & 0xffff0000u : words << 16); }
 };
 
 struct Int8 {
   using Element = int8_t;
-  using Input = float;
   static constexpr int kParts = 4;
   static Floats part(Words words, int k) {
     return __builtin_convertvector(as<Integers>(words << (24 - 8 * k)) >> 24, Floats);
   }
 };
 
-// bfloat16 times inputs that are bfloat16 too, in their own order: two products in one instruction, where a processor
-// has it.
-struct Pairs : BFloat16 {
-  using Input = uint16_t;
+// Products of two neighbouring bfloat16 numbers with two others, and their sum: one instruction, where a processor has it.
+struct Pairs {
 #if defined(__AVX512BF16__)
   static constexpr bool kAreFast = true;
   static Floats add(Floats sums, Words a, Words b) {
@@ -79,7 +74,9 @@ struct Pairs : BFloat16 {
   }
 #else
   static constexpr bool kAreFast = false;
-  static Floats add(Floats sums, Words a, Words b) { return sums + part(a, 0) * part(b, 0) + part(a, 1) * part(b, 1); }
+  static Floats add(Floats sums, Words a, Words b) {
+    return sums + BFloat16::part(a, 0) * BFloat16::part(b, 0) + BFloat16::part(a, 1) * BFloat16::part(b, 1);
+  }
 #endif
 };
 
@@ -154,12 +151,8 @@ inline void split(const uint16_t* x, Floats* even, Floats* odd) {
 
 // `size` numbers times `scale`, in the order in which numbers of another kind come.
 template <class Kind, class T>
-inline void reorder(const T* x, int64_t size, float scale, typename Kind::Input* ordered) {
+inline void reorder(const T* x, int64_t size, float scale, float* ordered) {
   constexpr int P = Kind::kParts;
-  if constexpr (std::is_same_v<Kind, Pairs>) {
-    for (int64_t i = 0; i < size; i++) narrow(widened(x[i]) * scale, ordered + i);
-    return;
-  }
   if constexpr (P == 1) {
     for (int64_t i = 0; i < size; i++) ordered[i] = widened(x[i]) * scale;
     return;
@@ -209,9 +202,8 @@ inline Part<4> totals(Floats a, Floats b, Floats c, Floats d) {
 // Inner products of M reordered rows of x with B rows of w, y[m * y_step + b]. A product's terms are added in one
 // order whatever M and B are. What follows w by `ahead` rows is asked for meanwhile.
 template <class Kind, int M, int B>
-__attribute__((always_inline)) inline void products(const typename Kind::Input* x, const typename Kind::Element* w,
-                                                    int64_t w_step, int64_t ahead, int64_t size, float* y,
-                                                    int64_t y_step) {
+__attribute__((always_inline)) inline void products(const float* x, const typename Kind::Element* w, int64_t w_step,
+                                                    int64_t ahead, int64_t size, float* y, int64_t y_step) {
   Floats sums[M][B];
   for (int m = 0; m < M; m++)
     for (int b = 0; b < B; b++) sums[m][b] = Floats{};
@@ -223,19 +215,12 @@ __attribute__((always_inline)) inline void products(const typename Kind::Input* 
       // the first one too early makes the sums of several rows wait
       __builtin_prefetch(w + (b + ahead) * w_step + i, 0, 2);
     }
-    if constexpr (std::is_same_v<Kind, Pairs>) {
+    for (int k = 0; k < Kind::kParts; k++) {
+      Floats weights[B];
+      for (int b = 0; b < B; b++) weights[b] = Kind::part(words[b], k);
       for (int m = 0; m < M; m++) {
-        const Words inputs = load<Words>(x + m * size + i);
-        for (int b = 0; b < B; b++) sums[m][b] = Pairs::add(sums[m][b], inputs, words[b]);
-      }
-    } else {
-      for (int k = 0; k < Kind::kParts; k++) {
-        Floats weights[B];
-        for (int b = 0; b < B; b++) weights[b] = Kind::part(words[b], k);
-        for (int m = 0; m < M; m++) {
-          const Floats inputs = load<Floats>(x + m * size + i + k * kLanes);
-          for (int b = 0; b < B; b++) sums[m][b] += inputs * weights[b];
-        }
+        const Floats inputs = load<Floats>(x + m * size + i + k * kLanes);
+        for (int b = 0; b < B; b++) sums[m][b] += inputs * weights[b];
       }
     }
   }
