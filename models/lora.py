@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +21,9 @@ def adapt(body: nn.Module, rank: int, seed: int) -> None:
     """Freeze a body and give its linear layers adapters, in place. They change nothing until they
     are trained: B starts at zero.
     """
+    # most drafts are trained without, and need not wait for it and hold it
+    from peft import LoraConfig, inject_adapter_in_model
+
     body.requires_grad_(False)
     config = LoraConfig(
         r=rank,
@@ -42,7 +43,7 @@ def merged(body: nn.Module) -> dict[str, Tensor]:
     """The weights of a body by the names it has without adapters, what these learned added."""
     weights = {}
     adapted: dict[str, Any] = {
-        name: module for name, module in body.named_modules() if isinstance(module, LoraLayer)
+        name: module for name, module in body.named_modules() if hasattr(module, "get_delta_weight")
     }
     for name, weight in body.state_dict().items():
         owner = next((each for each in adapted if name.startswith(f"{each}.")), None)

@@ -232,10 +232,11 @@ def kept_by_autograd(model: nn.Module) -> Iterator[Callable[[], int]]:
 def activation_bytes(trainer: Trainer, rows: Sequence[Row]) -> Callable[[Sequence[Row]], int]:
     """A function that says what autograd will keep of a packed line.
 
-    bytes = a * positions + b * attended pairs: the pairs inside each answer where attention is
-    computed answer by answer, of the whole line elsewhere. a and b come from the shortest and the
-    longest of `rows`, each in a line of its own.
+    bytes = a * positions + b * attended pairs + weights rounded to what is computed in: the pairs
+    inside each answer where attention is computed answer by answer, of the whole line elsewhere. a
+    and b come from the shortest and the longest of `rows`, each in a line of its own.
     """
+    rounded = rounded_bytes(trainer.model, trainer.dtype)
     by_answer = trainer.model.config._attn_implementation == PACKED
 
     def sizes(line: Sequence[Row]) -> tuple[int, int]:
@@ -248,11 +249,22 @@ def activation_bytes(trainer: Trainer, rows: Sequence[Row]) -> Callable[[Sequenc
     for row in probes:
         with kept_by_autograd(trainer.model) as kept:
             features = features_of(trainer.model, collate([row]).to(trainer.device), trainer.dtype)
-            found.append(kept())
+            found.append(kept() - rounded)
             del features
     # of equally long answers the smallest solution is taken, which is right for lines of such
     solution, *_ = np.linalg.lstsq([sizes([row]) for row in probes], found)
-    return lambda line: int(max(0.0, float(np.dot(solution, sizes(line)))))
+    return lambda line: rounded + int(max(0.0, float(np.dot(solution, sizes(line)))))
+
+
+def rounded_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the matrices that a forward pass rounds for its products, and keeps so."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    return sum(
+        parameter.numel() * dtype.itemsize
+        for parameter in model.parameters()
+        if parameter.ndim > 1 and parameter.dtype is not dtype and id(parameter) not in looked_up
+    )
 
 
 # ---------------------------------------------------------------- time

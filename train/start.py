@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
-from transformers.integrations.liger import apply_liger_kernel
 
 from conf.choices import Divergence, DraftInit
 from conf.contracts import Lessons
@@ -69,6 +68,9 @@ def build(config: Config, target: Target, device: torch.device) -> tuple[DraftMo
         nn.Module.to(plain, device)
         del full
     if config.runtime.liger:
+        # it brings peft along, which other drafts need not wait for and hold
+        from transformers.integrations.liger import apply_liger_kernel
+
         apply_liger_kernel(plain, NOT_THE_HEAD)
     model = DraftModel(plain)
     if not config.draft.train_embeddings:
