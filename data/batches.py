@@ -68,9 +68,10 @@ def num_positions(row: Row) -> int:
 
 
 def compact(row: Row) -> Row:
-    """Drop what training does not read of an answer, and keep its ids in half the bytes."""
+    """Drop what training does not read of an answer, and keep its ids in few bytes."""
     row.hidden = None
-    row.top_ids = row.top_ids.int()
+    is_small = not row.top_ids.numel() or int(row.top_ids.max()) < 2**16
+    row.top_ids = row.top_ids.to(torch.uint16 if is_small else torch.int32)
     return row
 
 
@@ -90,7 +91,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments.append(torch.full((length,), number))
         supervised.append(torch.arange(offset + length - row.num_laws, offset + length))
         offset += length
-    top_ids_NK, top_log_p_NK = join([(row.top_ids, row.top_log_p) for row in rows])
+    top_ids_NK, top_log_p_NK = join([(row.top_ids.long(), row.top_log_p) for row in rows])
     return Batch(
         rows=[row.index for row in rows],
         tokens_T=torch.cat(tokens),
@@ -98,7 +99,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         segments_T=torch.cat(segments),
         supervised_N=torch.cat(supervised),
         next_N=torch.cat([torch.cat([row.prompt, row.generated])[-row.num_laws :] for row in rows]),
-        top_ids_NK=top_ids_NK.long(),
+        top_ids_NK=top_ids_NK,
         top_log_p_NK=top_log_p_NK,
     )
 

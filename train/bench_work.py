@@ -203,7 +203,7 @@ def long(bench: Bench, work: Work) -> Found:
     """Answers of one length, made by joining recorded ones; the same tokens in every step."""
     whole = bench.train
     line = torch.cat([torch.cat([row.prompt, row.generated]) for row in whole])
-    ids = torch.cat([row.top_ids for row in whole])
+    ids = torch.cat([row.top_ids.int() for row in whole])
     laws = torch.cat([row.top_log_p for row in whole])
     bench.train = [
         Row(

@@ -327,7 +327,8 @@ def test_ligers_kernels_replace_the_layers_but_not_the_head(
     """They need a GPU: here what transformers is asked for takes their place."""
     asked: list[tuple[Any, Any]] = []
     monkeypatch.setattr(
-        "transformers.integrations.liger.apply_liger_kernel", lambda model, kernels: asked.append((model, kernels))
+        "transformers.integrations.liger.apply_liger_kernel",
+        lambda model, kernels: asked.append((model, kernels)),
     )
     config = config_for(recording, max_steps=2)
     config.runtime.liger = True

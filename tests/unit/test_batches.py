@@ -223,11 +223,13 @@ def test_epochs_are_counted_in_steps(sizes: list[int], num_epochs: float) -> Non
 
 def test_compact_answers_make_the_same_batch() -> None:
     rows = [made_up_row(i, 3, 5 + i, hidden_size=8) for i in range(4)]
+    rows[2].top_ids[1, 0] = 2**17  # of a large vocabulary
     before = collate(rows)
-    size = sum(row.top_ids.nbytes for row in rows)
+    sizes = [row.top_ids.nbytes for row in rows]
     for row in rows:
         compact(row)
-    assert sum(row.top_ids.nbytes for row in rows) == size // 2
+    shares = [size // row.top_ids.nbytes for row, size in zip(rows, sizes, strict=True)]
+    assert shares == [4, 4, 2, 4]
     assert all(row.hidden is None for row in rows)
     after = collate(rows)
     assert after.top_ids_NK.dtype is torch.int64
