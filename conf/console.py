@@ -36,7 +36,7 @@ def settle_libraries() -> None:
     # oneDNN and torch keep code and buffers for every shape of a bfloat16 product, 1024 of them by
     # default, and packs of answers come in hundreds of lengths: megabytes for each, for nothing
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "4")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="transformers|torch|accelerate")
 

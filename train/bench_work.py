@@ -11,6 +11,7 @@ and takes the same answers of the run in the same steps, by the same optimizer a
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -44,6 +45,8 @@ from train.start import fit_map
 from train.supervision import Source, Sources, Teacher
 from train.validation import acceptances
 
+# what oneDNN and torch do unless told otherwise
+LIBRARIES_OWN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
 RATE_STEPS = 1000  # resolution of a rate that follows the time spent
 
 
@@ -236,8 +239,10 @@ def spent_rate(spent: float, config: OptimConfig) -> float:
 
 def main() -> None:
     """Measure what the first argument says, write it to the file that the second one names."""
-    settle_libraries()
     work = Work(**json.loads(sys.argv[1]))
+    if work.kind == "trl":  # as it comes: how little the libraries keep is part of what we do
+        os.environ |= LIBRARIES_OWN
+    settle_libraries()
     bench = Bench.load(work)
     if work.kind == "trl":
         from train.bench_trl import by_trl
