@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.decoding.engine import PREFILL_TOKENS, Engine
+from models.decoding.kernels import largest
 from models.decoding.sampling import check_finite, draw_mixed
 
 PATIENCE = 32  # a share of 1 / so many of the rows may be empty while requests wait
@@ -153,12 +154,10 @@ class Generator:
     def _record_prompt(self, row: _Row, logits_UV: Tensor, end: int) -> None:
         """Laws of a prompt's own tokens, which the call that read it computed anyway."""
         with self.recording:
-            logits = logits_UV[:end].float()
-            top_UK = logits.topk(self.top_k, -1)
-            check_finite(top_UK.values, "target")
-            log_z_U1 = logits.logsumexp(-1, keepdim=True)
-            row.log_probabilities.extend((top_UK.values - log_z_U1).cpu())
-            row.ids.extend(top_UK.indices.int().cpu())
+            log_p_UK, ids_UK = largest(logits_UV[:end], self.top_k, is_law=True)
+            check_finite(log_p_UK, "target")
+            row.log_probabilities.extend(log_p_UK.cpu())
+            row.ids.extend(ids_UK.int().cpu())
 
     def _step(self, rows: list[_Row | None]) -> None:
         """One more token for every row."""
@@ -171,24 +170,22 @@ class Generator:
 
     def _advance(self, rows: list[_Row | None], logits_BV: Tensor, features_BD: Tensor) -> None:
         """Draw one token per row and record the distribution it came from."""
-        logits_BV = logits_BV.float()
         with self.recording:  # drawing makes use of them, but would not need as many
-            top_BK = logits_BV.topk(self.top_k, -1)
+            log_p_BK, ids_BK = largest(logits_BV, self.top_k, is_law=True)
         check_finite(
-            top_BK.values.unsqueeze(1), "target", [row.num_cached if row else 0 for row in rows]
+            log_p_BK.unsqueeze(1), "target", [row.num_cached if row else 0 for row in rows]
         )
-        log_z_B1 = logits_BV.logsumexp(-1, keepdim=True)
         laws = [
             (row.request.temperature, row.uniforms[len(row.tokens)]) if row else (0.0, 0.0)
             for row in rows
         ]
         temperature_B, uniform_B = torch.tensor(laws, device=logits_BV.device).T.contiguous()
-        tokens_B = draw_mixed(logits_BV, temperature_B, uniform_B, top_BK, log_z_B1)
+        tokens_B = draw_mixed(logits_BV, temperature_B, uniform_B, (log_p_BK, ids_BK))
         for row, token in zip(rows, tokens_B.tolist(), strict=True):
             if row is not None:
                 row.tokens.append(token)
         with self.recording:
-            self._record(rows, top_BK.values - log_z_B1, top_BK.indices, features_BD)
+            self._record(rows, log_p_BK, ids_BK, features_BD)
 
     def _record(
         self, rows: list[_Row | None], log_p_BK: Tensor, ids_BK: Tensor, features_BD: Tensor

@@ -224,34 +224,35 @@ def draw_mixed(
     temperature_B: Tensor,
     uniform_B: Tensor,
     recorded: tuple[Tensor, Tensor],
-    log_z_B1: Tensor,
 ) -> Tensor:
     """One token per row where every row has its own temperature: the same law as `law` + `draw`,
     several times faster.
 
-    `recorded` are the top-k (logits, ids) of each row, in falling order, and `log_z_B1` the
-    logsumexp of its logits. The cumulative law is inverted over those ids first, and over the rest
+    `recorded` are the log-probabilities and ids of each row's k likeliest tokens, in falling order;
+    logits are of any type. The cumulative law is inverted over those ids first, and over the rest
     of the vocabulary only for rows whose uniform falls beyond them; only rows at another
     temperature than 0 and 1 need a normaliser of their own.
     """
-    top_BK, ids_BK = recorded
+    log_p_BK, ids_BK = recorded
+    top_BK = logits_BV.gather(-1, ids_BK).float()
+    largest_B1 = top_BK.amax(-1, keepdim=True)
     greedy_B = temperature_B == 0
     inverse_B1 = (1 / temperature_B.where(~greedy_B, 1.0)).unsqueeze(-1)
 
     # relative to the largest: at a low temperature the scaled logits are too large for float32 to
     # tell laws apart
     def scaled(rows: Tensor) -> Tensor:
-        return (logits_BV[rows] - top_BK[rows, :1]) * inverse_B1[rows]
+        return (logits_BV[rows].float() - largest_B1[rows]) * inverse_B1[rows]
 
-    logsum_B1 = log_z_B1 - top_BK[:, :1]
+    logsum_B1 = -log_p_BK[:, :1]
     tempered = (~greedy_B & (temperature_B != 1)).nonzero().squeeze(-1)
     if len(tempered):
         logsum_B1[tempered] = scaled(tempered).logsumexp(-1, keepdim=True)
-    cumulative_BK = ((top_BK - top_BK[:, :1]) * inverse_B1 - logsum_B1).exp().cumsum(-1)
+    cumulative_BK = ((top_BK - largest_B1) * inverse_B1 - logsum_B1).exp().cumsum(-1)
     index_B = torch.searchsorted(cumulative_BK, uniform_B.unsqueeze(-1), right=True).squeeze(-1)
     tokens_B = ids_BK.gather(-1, index_B.clamp(max=ids_BK.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    # top-k orders equal logits as it likes; the greedy token is the first of them, as in `law`
-    first_B = ids_BK.where(top_BK == top_BK[:, :1], logits_BV.shape[-1]).amin(-1)
+    # top-k may order equal logits as it likes; the greedy token is the first of them, as in `law`
+    first_B = ids_BK.where(top_BK == largest_B1, logits_BV.shape[-1]).amin(-1)
     tokens_B = tokens_B.where(~greedy_B, first_B)
     beyond = ((index_B >= ids_BK.shape[-1]) & ~greedy_B).nonzero().squeeze(-1)
     if len(beyond):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from models.decoding.kernels import largest
 from models.decoding.sampling import (
     NonFiniteLogits,
     Sampling,
@@ -205,9 +206,8 @@ def mixed(logits_V: Tensor, temperature: float, uniform_N: Tensor, num_recorded:
 def mixed_rows(
     logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor, num_recorded: int
 ) -> Tensor:
-    log_z_B1 = logits_BV.logsumexp(-1, keepdim=True)
-    recorded = logits_BV.topk(num_recorded, -1)
-    return draw_mixed(logits_BV, temperature_B, uniform_B, recorded, log_z_B1)
+    recorded = largest(logits_BV, num_recorded, is_law=True)
+    return draw_mixed(logits_BV, temperature_B, uniform_B, recorded)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.7, 1.0, 1.8])

@@ -30,8 +30,12 @@ template <class T>
 struct Line {
   const T* x;
   int64_t size;
-  std::vector<float> most;     // of each block
-  std::vector<int64_t> taken;  // found before
+  struct Block {
+    float most;           // of what is left
+    int64_t begin, from;  // where it starts, and where the first of its largest may stand
+    int64_t end, left;    // how many are left
+  };
+  std::vector<Block> blocks;
 
   // NaN where one is.
   float largest(int64_t begin, int64_t end) const {
@@ -59,37 +63,47 @@ struct Line {
     return most;
   }
 
-  // Without what was taken.
-  float rest(int64_t begin, int64_t end) const {
+  // Takes the first of a block's largest; returns its place. What is left is smaller, or as large and behind it.
+  int64_t take(Block& block) const {
+    const float value = block.most;
+    int64_t at = block.from;
+    while (widened(x[at]) != value) at++;
+    int64_t next = at + 1;
+    while (next < block.end && widened(x[next]) != value) next++;
+    block.left--;
+    if (next < block.end) {
+      block.from = next;
+      return at;
+    }
+    block.from = block.begin;
     float most = -std::numeric_limits<float>::infinity();
-    for (int64_t i = begin; i < end; i++)
-      if (std::find(taken.begin(), taken.end(), i) == taken.end()) most = std::max(most, widened(x[i]));
-    return most;
+    for (int64_t i = block.begin; i < block.end; i++) {
+      const float other = widened(x[i]);
+      most = other < value && other > most ? other : most;
+    }
+    block.most = most;
+    return at;
   }
 
   // The `num` largest, the first of equal ones first; a NaN is all of them.
   void run(int64_t num, float* values, int64_t* places) {
-    const int64_t num_blocks = (size + kBlock - 1) / kBlock;
-    most.resize(num_blocks);
-    taken.clear();
-    for (int64_t n = 0; n < num_blocks; n++) {
-      most[n] = largest(n * kBlock, std::min(size, (n + 1) * kBlock));
-      if (!std::isnan(most[n])) continue;
-      int64_t at = n * kBlock;
+    blocks.clear();
+    for (int64_t begin = 0; begin < size; begin += kBlock) {
+      const int64_t end = std::min(size, begin + kBlock);
+      blocks.push_back({largest(begin, end), begin, begin, end, end - begin});
+      if (!std::isnan(blocks.back().most)) continue;
+      int64_t at = begin;
       while (!std::isnan(widened(x[at]))) at++;
-      std::fill_n(values, num, most[n]);
+      std::fill_n(values, num, widened(x[at]));
       std::fill_n(places, num, at);
       return;
     }
     for (int64_t k = 0; k < num; k++) {
-      const int64_t n = std::max_element(most.begin(), most.end()) - most.begin();
-      const int64_t end = std::min(size, (n + 1) * kBlock);
-      int64_t at = n * kBlock;
-      while (at < end && (widened(x[at]) != most[n] || std::find(taken.begin(), taken.end(), at) != taken.end())) at++;
-      values[k] = most[n];
-      places[k] = at;
-      taken.push_back(at);
-      if (k + 1 < num) most[n] = rest(n * kBlock, end);
+      Block* best = nullptr;
+      for (Block& block : blocks)
+        if (block.left && (!best || block.most > best->most)) best = &block;
+      values[k] = best->most;
+      places[k] = take(*best);
     }
   }
 

@@ -79,8 +79,9 @@ inline Block block_of(at::ScalarType kind, int rows, bool is_whole) {
   return kind == at::kFloat ? block_of<Float>(rows, is_whole) : block_of<Int8>(rows, is_whole);
 }
 
-constexpr int kPackedRows = 12;    // summed while a panel passes by
-constexpr int64_t kAheadOfUse = 128;  // words of a panel asked for before they are read, in vectors
+constexpr int kPackedRows = 12;  // summed while a panel passes by
+// vectors of weights asked for before they are read: 8 KiB, so that they arrive in the second cache in time
+constexpr int64_t kVectorsAhead = 128;
 
 // sums[m * kLanes + output] of M rows of x, of float or bfloat16, and a panel of w.
 template <class T, int M>
@@ -89,7 +90,7 @@ void panel(const T* x, const uint32_t* w, int64_t in, float* sums) {
   for (int m = 0; m < M; m++) found[m] = Floats{};
   for (int64_t i = 0; i < in; i += 2) {
     const Words weights = load<Words>(w + i / 2 * kLanes);
-    __builtin_prefetch(w + (i / 2 + kAheadOfUse) * kLanes, 0, 2);
+    __builtin_prefetch(w + (i / 2 + kVectorsAhead) * kLanes, 0, 2);
     if constexpr (std::is_same_v<T, float>) {
       const Floats first = BFloat16::part(weights, 0), second = BFloat16::part(weights, 1);
       for (int m = 0; m < M; m++) found[m] += first * x[m * in + i];
@@ -128,9 +129,7 @@ inline void reorder_for(const Weight& weight, const From* x, int64_t size, void*
   else reorder<Int8>(x, size, 1.0f, to);
 }
 
-// This thread's share of the outputs of all rows of `x`, which are in the weight's order: `take(row, output, values,
-// num)` is called with a few outputs at a time. Weights that are used one after another are shared out alike, so that a
-// thread may go on to the next one without waiting.
+// `multiply` by a packed weight.
 template <class T, class Take>
 inline void multiply_packed(const Weight& weight, const T* x, int64_t num_rows, const Take& take) {
   const int64_t num_panels = (weight.out + kLanes - 1) / kLanes;
@@ -151,6 +150,9 @@ inline void multiply_packed(const Weight& weight, const T* x, int64_t num_rows, 
   }
 }
 
+// This thread's share of the outputs of all rows of `x`, which are in the weight's order: `take(row, output, values,
+// num)` is called with a few outputs at a time. Weights that are used one after another are shared out alike, so that a
+// thread may go on to the next one without waiting.
 template <class T, class Take>
 inline void multiply(const Weight& weight, const void* x, int64_t num_rows, const Take& take) {
   if (weight.is_packed) return multiply_packed(weight, static_cast<const T*>(x), num_rows, take);
