@@ -66,7 +66,7 @@ class DataConfig:
     """Prompts. A mixture of `sources`, `num_train` + `num_validation` prompts in all."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    num_train: int = 1900
+    num_train: int = 1650
     num_validation: int = 96
     min_chars: int = 8
     max_chars: int = 700  # of a prompt, all its turns together
