@@ -23,7 +23,6 @@ from eval.chat import target_of
 from eval.plain import plain_generate
 from models.decoding.autoregressive import Generator, Stopwatch
 from models.decoding.engine import Engine, synchronise
-from models.decoding.kernels import use_kernel
 from models.generate import open_generator, record
 from models.jobs import Job
 from models.load import Target, device_of, load_model, open_target
@@ -92,7 +91,6 @@ class Bench:
         ]
         target, device = open_target(config), device_of(config.runtime)
         model, plain = (load_model(target, config.target, device) for _ in range(2))
-        use_kernel(model)
         generator = open_generator(config, target, model, jobs, TimedEngine)
         assert isinstance(generator.engine, TimedEngine)
         return cls(config, target, plain, generator, generator.engine, jobs)

@@ -143,7 +143,6 @@ class BuiltIn:
     def __init__(self, config: Config, target: Target) -> None:
         self.config, self.target = config, target
         self.model = load_model(target, config.target, device_of(config.runtime))
-        use_kernel(self.model)
         self.device = str(self.model.device)
 
     def record(self, jobs: Sequence[Job], writer: Writer) -> Iterator[Answer]:
@@ -217,7 +216,10 @@ def open_generator(
     jobs: Sequence[Job],
     engine_class: type[Engine] = Engine,
 ) -> Generator:
-    """What answers these jobs; it has read already what all their prompts begin with."""
+    """What answers these jobs; it has read already what all their prompts begin with. The model's
+    layers are changed into those of our kernels, on a CPU.
+    """
+    use_kernel(model)
     settings = config.generate
     capacity = max(len(job.prompt) for job in jobs) + settings.max_new_tokens
     engine = engine_class(

@@ -27,6 +27,7 @@ from models.load import peak_gib
 from models.packed import PACKED
 from train.head import features_of
 from train.loop import Trainer
+from train.optim import looked_up
 from train.processes import local
 from train.validation import packs
 
@@ -258,12 +259,11 @@ def activation_bytes(trainer: Trainer, rows: Sequence[Row]) -> Callable[[Sequenc
 
 def rounded_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the matrices that a forward pass rounds for its products, and keeps so."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    tables = looked_up(model)
     return sum(
         parameter.numel() * dtype.itemsize
         for parameter in model.parameters()
-        if parameter.ndim > 1 and parameter.dtype is not dtype and id(parameter) not in looked_up
+        if parameter.ndim > 1 and parameter.dtype is not dtype and id(parameter) not in tables
     )
 
 

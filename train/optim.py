@@ -14,21 +14,27 @@ from conf.groups import OptimConfig
 from train.processes import share_out_moments, whole
 
 
+def looked_up(model: nn.Module) -> set[int]:
+    """The `id` of every weight that is looked up and not multiplied with: tables of tokens or
+    positions.
+    """
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(parameter) for table in tables for parameter in table.parameters()}
+
+
 class Optimizers:
     """Muon for matrices and AdamW for the rest, or AdamW for everything, under one schedule."""
 
     def __init__(self, model: nn.Module, config: OptimConfig):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # of tokens or positions
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+        tables = looked_up(model)
         matrices: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for parameter in self.parameters:
             is_matrix = (
                 config.name is Optimizer.muon
                 and parameter.ndim == 2
-                and id(parameter) not in looked_up
+                and id(parameter) not in tables
             )
             (matrices if is_matrix else rest).append(parameter)
         self.members: list[torch.optim.Optimizer] = []

@@ -5,15 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conf.schema import Config
 from models.decoding.autoregressive import Answer, Generator, Request
 from models.decoding.engine import Engine
 from models.decoding.sampling import NonFiniteLogits, Sampling, law
+from models.generate import open_generator
+from models.jobs import Job
 from tests.families import tiny_family
 
 VOCAB_SIZE = 64
@@ -239,3 +244,18 @@ def test_nan_logits_name_the_row_and_the_position() -> None:
     asked = [Request(0, [3, 4], 1.0, torch.rand(4)), Request(1, [3, 4, 9], 1.0, torch.rand(4))]
     with pytest.raises(NonFiniteLogits, match="target: logits are NaN at row 0, position 2"):
         answers(model, asked, 1, max_new_tokens=4)
+
+
+def test_a_recording_runs_in_our_own_steps() -> None:
+    """On a CPU: what listens for hidden states does not keep it out of them."""
+    model = tiny_family("llama", hidden_size=128, intermediate_size=192, head_dim=32)
+    target: Any = SimpleNamespace(config=model.config, stop_ids=STOP_IDS)
+    job = Job(0, "train", "", [3, 4, 5], 1.0, keep_hidden=True)
+    config = Config()
+    config.generate.max_new_tokens = MAX_NEW_TOKENS
+    generator = open_generator(config, target, model, [job])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[0].self_attn, "forward", None)
+        (answer,) = generator.answer([requests(1)[0]])
+    assert answer.hidden_ND is not None
+    assert answer.hidden_ND.shape == (len(answer.tokens), 128)

@@ -123,7 +123,8 @@ struct Call {
     const int64_t thread = is_shared ? omp_get_thread_num() : 0, num_threads = is_shared ? omp_get_num_threads() : 1;
     for (int64_t m = num * thread / num_threads; m < num * (thread + 1) / num_threads; m++) {
       fill(m, line);
-      reorder_for<Element>(linear.weight, line, in, static_cast<char*>(lines) + m * in * input_size<Element>(linear.weight));
+      const int64_t place = m * in * input_size<Element>(linear.weight);
+      reorder_for<Element>(linear.weight, line, in, static_cast<char*>(lines) + place);
     }
     if (is_shared) {
 #pragma omp barrier
@@ -230,10 +231,10 @@ class Decoder : public torch::CustomClassHolder {
   // each), which the new tokens' are written to, into `rows` (B) or in order. A token sees the text up to itself; of a
   // tree, its text, of `lengths` (B), and the candidates behind it that `sees` (B T N) admits. Logits (B U V) in the
   // cache's type after the tokens at `places` (U), after all without, and what the head read there (B U D).
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
-                     std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
-                     const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
-                     const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places) {
+  std::tuple<at::Tensor, at::Tensor> forward(
+      const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots, std::vector<at::Tensor> keys,
+      std::vector<at::Tensor> values, const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& sees,
+      const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& places) {
     const bool is_float = keys[0].scalar_type() == at::kFloat;
     const int64_t num = places ? places->numel() : tokens.size(1);
     at::Tensor logits = at::empty({tokens.size(0), num, head_.weight.out}, keys[0].options());

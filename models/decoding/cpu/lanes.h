@@ -65,7 +65,8 @@ struct Int8 {
   }
 };
 
-// Products of two neighbouring bfloat16 numbers with two others, and their sum: one instruction, where a processor has it.
+// Products of two neighbouring bfloat16 numbers with two others, and their sum: one instruction, where a processor has
+// it.
 struct Pairs {
 #if defined(__AVX512BF16__)
   static constexpr bool kAreFast = true;
